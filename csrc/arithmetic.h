@@ -1,0 +1,146 @@
+// The update rules, each once, for one element. The CPU loops and the CUDA kernels both call these
+// and only move memory around them.
+//
+// Every rounding is part of the rule: the results equal those of torch.optim.SGD(foreach=False)
+// under torch.amp.GradScaler bit for bit. Both compilers therefore run without contraction
+// (-ffp-contract=off, -fmad=false): `a * b + c` rounds twice, multiply_add<true> once.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__CUDACC__)
+#define MIXPREC_RULE __host__ __device__ __forceinline__
+#else
+#define MIXPREC_RULE inline __attribute__((always_inline))
+#endif
+
+namespace mixprec {
+
+// torch's kernels fuse where the instruction set does (CUDA, AVX2, AVX-512) and round twice in its
+// plain x86 build, so the backend says which.
+template <bool kFused, typename T>
+MIXPREC_RULE T multiply_add(T a, T b, T c) {
+  return kFused ? std::fma(a, b, c) : a * b + c;
+}
+
+template <typename To, typename From>
+MIXPREC_RULE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <typename T>
+MIXPREC_RULE bool is_finite(T x) {
+  return std::fabs(x) <= std::numeric_limits<T>::max();  // false for NaN
+}
+
+// 1 / scale in fp32. torch takes the reciprocal in fp64 and rounds that to fp32: the same bits,
+// since 53 >= 2 * 24 + 2 bits make the double rounding harmless.
+MIXPREC_RULE float inverse(float scale) { return 1.0f / scale; }
+
+// torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1, in torch's order of rounding.
+MIXPREC_RULE float clip_coefficient(float norm, float max_norm) {
+  const float coefficient = 1.0f / (norm + 1e-6f) * max_norm;
+  return coefficient > 1.0f ? 1.0f : coefficient;
+}
+
+// Norm of all gradients together: terms are combined in any fixed order, then finished.
+enum class Norm { kNone, kL2, kInf };
+
+template <Norm kNorm, typename T>
+MIXPREC_RULE T norm_term(T value) {
+  return kNorm == Norm::kNone ? T{0} : kNorm == Norm::kL2 ? value * value : std::fabs(value);
+}
+
+template <Norm kNorm, typename T>
+MIXPREC_RULE T combine(T total, T term) {
+  return kNorm == Norm::kNone ? T{0} : kNorm == Norm::kL2 ? total + term : term > total ? term : total;
+}
+
+// A norm that is not finite skips the step as an inf among the gradients does.
+template <Norm kNorm>
+MIXPREC_RULE float finish_norm(double total, bool& found_inf) {
+  float norm = static_cast<float>(kNorm == Norm::kL2 ? std::sqrt(total) : total);
+  if (found_inf) norm = std::numeric_limits<float>::quiet_NaN();
+  found_inf |= !is_finite(norm);
+  return norm;
+}
+
+// Momentum that no step has written yet holds this NaN in every element, so the element itself says
+// whether its first write is still to come. A flag beside the buffer would have to change between
+// the blocks of one launch, or cost another launch; this one cannot be left behind by a skipped
+// step, a checkpoint or a graph replay. No arithmetic makes it: x86 produces 0xFFC00000 and CUDA
+// 0x7FFFFFFF, and a NaN gradient keeps its own payload.
+MIXPREC_RULE bool is_unwritten(float momentum) { return bit_cast<uint32_t>(momentum) == 0xFFFFFFFFu; }
+MIXPREC_RULE bool is_unwritten(double momentum) { return bit_cast<uint64_t>(momentum) == ~uint64_t{0}; }
+
+// The fp32 value of a half weight. The weight is the truth: the master refines it only while the
+// master still rounds to it, bit for bit; otherwise somebody else wrote the weight and the master
+// is stale.
+template <typename Half>
+MIXPREC_RULE float refined_weight_f32(float weight_f32, float master) {
+  const float rounded = static_cast<float>(static_cast<Half>(master));
+  return bit_cast<uint32_t>(rounded) == bit_cast<uint32_t>(weight_f32) ? master : weight_f32;
+}
+
+// Hyperparameters of one step, rounded as torch rounds the scalars of its element-wise kernels.
+template <typename T>
+struct SgdConstants {
+  T neg_lr, momentum, one_minus_dampening, weight_decay;
+  bool has_momentum, has_weight_decay, nesterov, maximize;
+};
+
+// One element of torch.optim.SGD, `grad` unscaled and clipped. Momentum's first value is the
+// gradient itself, without dampening.
+template <bool kFused, typename T>
+MIXPREC_RULE void sgd_update(T& param, T& momentum_buffer, T grad, const SgdConstants<T>& c) {
+  grad = c.maximize ? -grad : grad;
+  grad = c.has_weight_decay ? multiply_add<kFused>(c.weight_decay, param, grad) : grad;
+  if (c.has_momentum) {
+    const T decayed = momentum_buffer * c.momentum;
+    momentum_buffer = is_unwritten(momentum_buffer)
+                          ? grad
+                          : multiply_add<kFused>(c.one_minus_dampening, grad, decayed);
+    grad = c.nesterov ? multiply_add<kFused>(c.momentum, momentum_buffer, grad) : momentum_buffer;
+  }
+  param = multiply_add<kFused>(c.neg_lr, grad, param);
+}
+
+struct ScaleRule {
+  double growth_factor, backoff_factor;
+  int growth_interval;
+  float min_scale, max_scale;
+  int hysteresis;
+};
+
+struct ScaleHistory {
+  int steps_skipped, last_step_skipped;
+  int hysteresis_left;  // overflows until the scale backs off
+};
+
+// torch's _amp_update_scale_ (product in double; growth only while finite), then Megatron-LM's
+// hysteresis and the limits. hysteresis 1 without limits is torch's rule.
+MIXPREC_RULE void update_scale_rule(float& scale, int& growth_tracker, ScaleHistory& history,
+                                    bool found_inf, const ScaleRule& rule) {
+  history.steps_skipped += found_inf;
+  history.last_step_skipped = found_inf;
+  if (found_inf) {
+    growth_tracker = 0;
+    if (history.hysteresis_left > 0) --history.hysteresis_left;
+    if (history.hysteresis_left == 0) scale = static_cast<float>(scale * rule.backoff_factor);
+  } else if (++growth_tracker == rule.growth_interval) {
+    growth_tracker = 0;
+    history.hysteresis_left = rule.hysteresis;
+    const float grown = static_cast<float>(scale * rule.growth_factor);
+    if (is_finite(grown)) scale = grown;
+  }
+  scale = scale < rule.min_scale ? rule.min_scale : scale;
+  scale = scale > rule.max_scale ? rule.max_scale : scale;
+}
+
+}  // namespace mixprec

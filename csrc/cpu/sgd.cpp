@@ -1,0 +1,106 @@
+// One SGD step over a list of parameters, fp32 ones and half ones with an fp32 master.
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <type_traits>
+
+#include "../ops.h"
+#include "chunks.h"
+
+namespace mixprec::cpu {
+namespace {
+
+template <typename T>
+struct Factors {  // what a scaled gradient is multiplied by
+  T inv_scale, clip;
+};
+
+// Param is float or double, its own master, or a half type with one.
+template <bool kFused, typename Math, typename Param, typename Grad>
+MIXPREC_RULE void sgd_chunk_body(Param* __restrict param, const Grad* __restrict grad,
+                                 Math* __restrict momentum_buffer, float* __restrict master,
+                                 int64_t size, Factors<Math> factors, SgdConstants<Math> constants) {
+  constexpr bool kHasMaster = !std::is_same_v<Math, Param>;
+  for (int64_t i = 0; i < size; ++i) {
+    const Math unscaled = static_cast<Math>(grad[i]) * factors.inv_scale * factors.clip;
+    Math weight = static_cast<Math>(param[i]);
+    if constexpr (kHasMaster) weight = refined_weight_f32<Param>(weight, master[i]);
+    Math momentum = constants.has_momentum ? momentum_buffer[i] : Math{};
+    sgd_update<kFused>(weight, momentum, unscaled, constants);
+    if (constants.has_momentum) momentum_buffer[i] = momentum;
+    if constexpr (kHasMaster) master[i] = weight;
+    param[i] = static_cast<Param>(weight);
+  }
+}
+
+// Momentum or not is the one branch around a load and a store, so the compiler gets it as a constant.
+template <bool kFused, typename... Pointers, typename Math>
+MIXPREC_RULE void sgd_chunk_momentum(int64_t size, Factors<Math> factors,
+                                     SgdConstants<Math> constants, Pointers... pointers) {
+  if (constants.has_momentum) {
+    constants.has_momentum = true;
+    sgd_chunk_body<kFused>(pointers..., size, factors, constants);
+  } else {
+    constants.has_momentum = false;
+    sgd_chunk_body<kFused>(pointers..., size, factors, constants);
+  }
+}
+
+template <typename Math, typename... Pointers>
+MIXPREC_AVX2 void sgd_chunk_avx2(int64_t size, Factors<Math> factors, SgdConstants<Math> constants,
+                                 Pointers... pointers) {
+  sgd_chunk_momentum<true>(size, factors, constants, pointers...);
+}
+
+template <typename Math, typename... Pointers>
+void sgd_chunk(int64_t size, Factors<Math> factors, SgdConstants<Math> constants,
+               Pointers... pointers) {
+  if (use_avx2()) {
+    sgd_chunk_avx2(size, factors, constants, pointers...);
+  } else {
+    sgd_chunk_momentum<kDefaultIsFused>(size, factors, constants, pointers...);
+  }
+}
+
+template <typename Math, typename Param, typename Grad>
+void step(const SgdData& data, int64_t begin, int64_t end, Factors<float> factors,
+          const SgdHyperparameters& parameters) {
+  const auto from = [begin](auto* address) { return address ? address + begin : nullptr; };
+  sgd_chunk<Math>(end - begin, {factors.inv_scale, factors.clip}, parameters.rounded<Math>(),
+                  from(static_cast<Param*>(data.param.address)),
+                  from(static_cast<const Grad*>(data.grad.address)),
+                  from(static_cast<Math*>(data.momentum_buffer)), from(data.master));
+}
+
+template <typename Half>
+void step_half(const SgdData& data, int64_t begin, int64_t end, Factors<float> factors,
+               const SgdHyperparameters& parameters) {
+  if (data.grad.dtype == c10::kFloat) {
+    step<float, Half, float>(data, begin, end, factors, parameters);
+  } else {
+    step<float, Half, Half>(data, begin, end, factors, parameters);
+  }
+}
+
+}  // namespace
+
+void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& parameters,
+              const StepScalars& scalars) {
+  if (scalars.found_inf && *scalars.found_inf != 0) return;
+  const Factors<float> factors{
+      scalars.grad_scale ? inverse(*scalars.grad_scale) : 1.0f,
+      scalars.norm ? clip_coefficient(*scalars.norm, scalars.max_norm) : 1.0f};
+
+  const Chunks chunks(params, [](const SgdData& data) { return data.param.numel; });
+  chunks.for_each([&](int64_t, int64_t index, int64_t begin, int64_t end) {
+    const SgdData& data = params[index];
+    switch (data.param.dtype) {
+      case c10::kDouble: return step<double, double, double>(data, begin, end, factors, parameters);
+      case c10::kHalf: return step_half<c10::Half>(data, begin, end, factors, parameters);
+      case c10::kBFloat16: return step_half<c10::BFloat16>(data, begin, end, factors, parameters);
+      default: return step<float, float, float>(data, begin, end, factors, parameters);
+    }
+  });
+}
+
+}  // namespace mixprec::cpu

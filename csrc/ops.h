@@ -1,0 +1,80 @@
+// Every op of both backends, declared once, in plain pointers: bindings.cpp has checked the tensors
+// behind them. All memory of a call lies on one device, which is the current one; on CUDA the work
+// goes to the current stream. An entry is dense: its elements fill their memory in any order
+// (channels_last is dense), and tensors that belong together have them in the same order.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <vector>
+
+#include "arithmetic.h"
+
+namespace mixprec {
+
+struct Data {
+  void* address = nullptr;
+  int64_t numel = 0;
+  c10::ScalarType dtype = c10::kFloat;
+};
+
+struct CheckArguments {
+  std::vector<Data> grads;  // float32, float16, bfloat16 (CPU: float64); any alignment; scaled
+  const float* grad_scale;  // gradients are this many times too large; null: not scaled
+  bool unscale;             // write grad / grad_scale back, rounded to the gradient's dtype
+  Norm norm_type;           // kNone where `unscale`
+  float* found_inf;         // out: 1 if a gradient, scaled or unscaled, or the norm is inf or NaN, else 0
+  float* norm;              // out: norm of the unscaled gradients; NaN where they are not finite
+  void* workspace;          // CUDA: 8 bytes, zeros before and after, for one check at a time
+};
+constexpr int kCheckWorkspaceInts = 2;
+
+struct SgdData {             // the same number of elements each
+  Data param;                // in/out; float32, float16, bfloat16 (CPU: float64)
+  Data grad;                 // scaled, not changed; param's dtype or float32
+  void* momentum_buffer;     // in/out; float32 (float64 param: float64); null without momentum
+  float* master;             // in/out; for float16 and bfloat16 params, else null
+};
+
+struct SgdHyperparameters {
+  double lr, momentum, dampening, weight_decay;
+  bool nesterov, maximize;
+
+  template <typename T>
+  SgdConstants<T> rounded() const {
+    return {static_cast<T>(-lr),           static_cast<T>(momentum), static_cast<T>(1 - dampening),
+            static_cast<T>(weight_decay), momentum != 0,            weight_decay != 0,
+            nesterov,                      maximize};
+  }
+};
+
+struct StepScalars {        // read on the device
+  const float* grad_scale;  // null: gradients are not scaled
+  const float* found_inf;   // not 0: the step changes nothing; null: it does
+  const float* norm;        // of the unscaled gradients; null: no clipping
+  float max_norm;           // clip to this norm
+};
+
+struct ScaleData {
+  float* scale;            // in/out
+  int* growth_tracker;     // in/out
+  ScaleHistory* history;   // in/out
+  const float* found_inf;
+};
+
+#define MIXPREC_DECLARE_OPS                                                                 \
+  void check(const CheckArguments& arguments);                                              \
+  void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& parameters,   \
+                const StepScalars& scalars);                                                \
+  void update_scale(const ScaleData& data, const ScaleRule& rule);
+
+namespace cpu {
+MIXPREC_DECLARE_OPS
+}
+namespace cuda {
+MIXPREC_DECLARE_OPS
+}
+
+#undef MIXPREC_DECLARE_OPS
+
+}  // namespace mixprec

@@ -1,0 +1,34 @@
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+def check(
+    param_groups: list[dict[str, Any]],
+    grad_scale: Tensor | None,
+    unscale: bool,
+    norm_type: float | None,
+    workspaces: dict[torch.device, Tensor],
+) -> dict[torch.device, tuple[Tensor, Tensor | None]]: ...
+def sgd_step(
+    param_groups: list[dict[str, Any]],
+    state: dict[Tensor, dict[str, Any]],
+    initial_master: Callable[[Tensor], Tensor],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    norm: Tensor | None,
+    max_norm: float,
+) -> None: ...
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    history: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    min_scale: float,
+    max_scale: float,
+    hysteresis: int,
+) -> None: ...

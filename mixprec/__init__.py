@@ -1,0 +1,17 @@
+"""Mixed-precision training on PyTorch with almost nothing around the matrix products.
+
+    model = mixprec.half_weights(model)
+    opt = mixprec.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = mixprec.GradScaler()
+
+and the training loop that torch documents for autocast and GradScaler, unchanged.
+"""
+
+from . import _load  # noqa: F401, I001  first: refuses a torch that the extension was not built for
+from .autocast import autocast
+from .grad_scaler import GradScaler
+from .half_weights import full_precision_state_dict, half_weights
+from .sgd import SGD
+
+__all__ = ["SGD", "GradScaler", "autocast", "full_precision_state_dict", "half_weights"]
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+# _build.py is written by setup.py: the torch that mixprec was compiled for.
+TORCH: str
+CUDA: str | None

@@ -1,0 +1,198 @@
+"""SGD with momentum on fp32 master weights: torch.optim.SGD's rule, one launch for all parameters.
+
+The rule is in csrc/arithmetic.h. It is that of torch.optim.SGD (https://pytorch.org/docs/stable/
+generated/torch.optim.SGD.html), bit for bit, after Sutskever et al., "On the importance of
+initialization and momentum in deep learning", 2013.
+"""
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from . import _C
+from .half_weights import initial_master
+
+__all__ = ["SGD"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class SGD(torch.optim.SGD):
+    """:class:`torch.optim.SGD` with fp32 masters for fp16 and bf16 parameters, in one launch.
+
+    fp32 parameters get the same bits as with ``torch.optim.SGD(foreach=False)`` and have the same
+    state. A half parameter is rounded (to nearest even) from an fp32 master, ``state[p]["master"]``,
+    and its momentum is fp32 too. **The weight is the truth**: where a weight no longer is the
+    rounding of its master, somebody else wrote it (``load_state_dict``, ``.data``, weight
+    averaging), and the step goes on from the weight.
+
+    With a loss scaler (:class:`mixprec.GradScaler` or ``torch.amp.GradScaler``) unscaling happens
+    inside the step, in fp32 registers, and an overflow skips it on the device, without a sync.
+
+    Differences from torch:
+
+    - After a step under a scaler, gradients are still scaled: the step does not write them.
+    - Momentum that has not been written yet, because all steps so far were skipped, is not in
+      ``state_dict()``; ``state[p]["momentum_buffer"]`` then holds NaN.
+    - ``foreach`` and ``fused`` are accepted and change nothing.
+
+    Args:
+        params: parameters, named parameters or groups, as in torch. Dense tensors on CPU or CUDA:
+            float32, float16, bfloat16, on the CPU float64 too.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch. A tensor ``lr`` is
+            read at each step, which syncs if it is on the GPU.
+        foreach, fused, differentiable: torch's; ``differentiable=True`` is refused.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: bad hyperparameters, a parameter twice, sparse or
+            complex tensors, a gradient of another shape or device. Nothing has been changed then.
+
+    Example::
+
+        optimizer = mixprec.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = mixprec.GradScaler()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        if differentiable:
+            raise ValueError("mixprec.SGD is not differentiable; use torch.optim.SGD for that")
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,  # type: ignore[arg-type]  # a tensor is allowed from torch 2.8 on
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, but a parameter twice in the group is an error: it would be stepped twice."""
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"]
+        if len(params) != len(set(params)):
+            del self.param_groups[-1]
+            raise ValueError("a parameter is in its group twice; each may be there once")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: reevaluates the model and returns the loss, as in torch.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Scalers leave these on an optimizer for the time of a step: torch's protocol, and grad_clip
+        # of mixprec.GradScaler.
+        clip = getattr(self, "grad_clip", None)
+        _C.sgd_step(
+            self.param_groups,
+            self.state,
+            initial_master,
+            getattr(self, "grad_scale", None),
+            getattr(self, "found_inf", None),
+            clip.norm if clip else None,
+            clip.max_norm if clip else 0.0,
+        )
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. Reads whether momentum was written yet, which syncs with the GPU.
+
+        Half parameters have ``master`` and ``momentum_buffer`` in fp32.
+        """
+        state = self.state
+        written = {param: _written(values) for param, values in state.items()}
+        self.state = {param: values for param, values in written.items() if values}  # type: ignore[assignment]
+        try:
+            return super().state_dict()
+        finally:
+            self.state = state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, from this class's or torch's ``state_dict()``, and exact.
+
+        torch would round ``master`` and ``momentum_buffer`` to a half parameter's dtype and share
+        tensors with ``state_dict``; here they stay fp32, are copied, and move to the parameter's
+        device.
+        """
+        # The hook runs after the user's, on the dict that is loaded in the end.
+        hook = self.register_load_state_dict_pre_hook(_hide_state)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for param, values in self.state.items():
+            if isinstance(values, _Hidden):
+                is_param = isinstance(param, Tensor)  # torch loads state of unknown keys as it is
+                self.state[param] = _owned_state(values.values, param) if is_param else values.values
+
+
+class _Hidden:
+    """A parameter's state while Optimizer.load_state_dict casts all tensors that it sees."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+def _hide_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    hidden = {key: _Hidden(values) for key, values in state_dict["state"].items()}
+    return {**state_dict, "state": hidden}
+
+
+def _owned_state(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    dtype = torch.float32 if param.dtype in _HALF else param.dtype
+    owned = {
+        key: value.to(device=param.device, dtype=dtype, copy=True)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for key, value in values.items()
+    }
+    if param.dtype not in _HALF:
+        owned.pop("master", None)  # such a parameter is its own
+    return owned
+
+
+def _written(values: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state without momentum that no step has written (is_unwritten, arithmetic.h)."""
+    momentum = values.get("momentum_buffer")
+    if momentum is not None and momentum.numel() > 0:
+        first = momentum.detach().as_strided((1,), (1,))
+        if first.view(torch.int64 if first.dtype is torch.float64 else torch.int32).item() == -1:
+            return {key: value for key, value in values.items() if key != "momentum_buffer"}
+    return values
