@@ -88,18 +88,25 @@ MIXPREC_RULE float refined_weight_f32(float weight_f32, float master) {
   return bit_cast<uint32_t>(rounded) == bit_cast<uint32_t>(weight_f32) ? master : weight_f32;
 }
 
+// What a gradient is multiplied by, one after the other: folding the two would change a quarter of
+// all bits. maximize is a clip of the other sign, which is exact.
+template <typename T>
+struct GradFactors {
+  T inv_scale, clip;
+};
+
 // Hyperparameters of one step, rounded as torch rounds the scalars of its element-wise kernels.
 template <typename T>
 struct SgdConstants {
   T neg_lr, momentum, one_minus_dampening, weight_decay;
-  bool has_momentum, has_weight_decay, nesterov, maximize;
+  bool has_momentum, has_weight_decay, nesterov;
 };
 
-// One element of torch.optim.SGD, `grad` unscaled and clipped. Momentum's first value is the
-// gradient itself, without dampening.
+// One element of torch.optim.SGD. Momentum's first value is the gradient, without dampening.
 template <bool kFused, typename T>
-MIXPREC_RULE void sgd_update(T& param, T& momentum_buffer, T grad, const SgdConstants<T>& c) {
-  grad = c.maximize ? -grad : grad;
+MIXPREC_RULE void sgd_update(T& param, T& momentum_buffer, T scaled_grad, const GradFactors<T>& f,
+                             const SgdConstants<T>& c) {
+  T grad = scaled_grad * f.inv_scale * f.clip;
   grad = c.has_weight_decay ? multiply_add<kFused>(c.weight_decay, param, grad) : grad;
   if (c.has_momentum) {
     const T decayed = momentum_buffer * c.momentum;

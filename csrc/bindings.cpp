@@ -183,11 +183,13 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
   return result;
 }
 
+bool flag_of(const py::dict& group, const char* name) {
+  return py::bool_(py::object(group[name]));
+}
+
 SgdHyperparameters hyperparameters_of(const py::dict& group) {
   const auto number = [&](const char* name) { return py::cast<double>(group[name]); };
-  const auto flag = [&](const char* name) { return PyObject_IsTrue(py::object(group[name]).ptr()) == 1; };
-  return {number("lr"), number("momentum"), number("dampening"), number("weight_decay"),
-          flag("nesterov"), flag("maximize")};
+  return {number("lr"), number("momentum"), number("dampening"), number("weight_decay"), flag_of(group, "nesterov")};
 }
 
 // Momentum that is_unwritten().
@@ -278,7 +280,8 @@ void sgd_step(const py::list& param_groups, const py::object& state, const py::o
                           address_of<float>(t.master)});
       }
       const StepScalars scalars{address_of<float>(scale), address_of<float>(skip), address_of<float>(clip_norm),
-                                static_cast<float>(max_norm)};
+                                static_cast<float>(max_norm),
+                                flag_of(py::cast<py::dict>(param_groups[group]), "maximize")};
       DISPATCH(device, sgd_step(params, hyperparameters[group], scalars));
       for (const SgdTensors& t : tensors) {
         bump_version(t.param);

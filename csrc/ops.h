@@ -38,13 +38,12 @@ struct SgdData {             // the same number of elements each
 
 struct SgdHyperparameters {
   double lr, momentum, dampening, weight_decay;
-  bool nesterov, maximize;
+  bool nesterov;
 
   template <typename T>
   SgdConstants<T> rounded() const {
-    return {static_cast<T>(-lr),           static_cast<T>(momentum), static_cast<T>(1 - dampening),
-            static_cast<T>(weight_decay), momentum != 0,            weight_decay != 0,
-            nesterov,                      maximize};
+    return {static_cast<T>(-lr), static_cast<T>(momentum), static_cast<T>(1 - dampening),
+            static_cast<T>(weight_decay), momentum != 0, weight_decay != 0, nesterov};
   }
 };
 
@@ -53,6 +52,12 @@ struct StepScalars {        // read on the device
   const float* found_inf;   // not 0: the step changes nothing; null: it does
   const float* norm;        // of the unscaled gradients; null: no clipping
   float max_norm;           // clip to this norm
+  bool maximize;
+
+  MIXPREC_RULE GradFactors<float> grad_factors() const {
+    const float clip = norm ? clip_coefficient(*norm, max_norm) : 1.0f;
+    return {grad_scale ? inverse(*grad_scale) : 1.0f, maximize ? -clip : clip};
+  }
 };
 
 struct ScaleData {

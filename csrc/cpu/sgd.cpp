@@ -10,60 +10,58 @@
 namespace mixprec::cpu {
 namespace {
 
-template <typename T>
-struct Factors {  // what a scaled gradient is multiplied by
-  T inv_scale, clip;
-};
-
 // Param is float or double, its own master, or a half type with one.
 template <bool kFused, typename Math, typename Param, typename Grad>
 MIXPREC_RULE void sgd_chunk_body(Param* __restrict param, const Grad* __restrict grad,
                                  Math* __restrict momentum_buffer, float* __restrict master,
-                                 int64_t size, Factors<Math> factors, SgdConstants<Math> constants) {
+                                 int64_t size, GradFactors<Math> factors, SgdConstants<Math> constants) {
   constexpr bool kHasMaster = !std::is_same_v<Math, Param>;
   for (int64_t i = 0; i < size; ++i) {
-    const Math unscaled = static_cast<Math>(grad[i]) * factors.inv_scale * factors.clip;
     Math weight = static_cast<Math>(param[i]);
     if constexpr (kHasMaster) weight = refined_weight_f32<Param>(weight, master[i]);
     Math momentum = constants.has_momentum ? momentum_buffer[i] : Math{};
-    sgd_update<kFused>(weight, momentum, unscaled, constants);
+    sgd_update<kFused>(weight, momentum, static_cast<Math>(grad[i]), factors, constants);
     if (constants.has_momentum) momentum_buffer[i] = momentum;
     if constexpr (kHasMaster) master[i] = weight;
     param[i] = static_cast<Param>(weight);
   }
 }
 
-// Momentum or not is the one branch around a load and a store, so the compiler gets it as a constant.
-template <bool kFused, typename... Pointers, typename Math>
-MIXPREC_RULE void sgd_chunk_momentum(int64_t size, Factors<Math> factors,
-                                     SgdConstants<Math> constants, Pointers... pointers) {
-  if (constants.has_momentum) {
-    constants.has_momentum = true;
-    sgd_chunk_body<kFused>(pointers..., size, factors, constants);
-  } else {
-    constants.has_momentum = false;
-    sgd_chunk_body<kFused>(pointers..., size, factors, constants);
-  }
+// The loop again for each setting of the flags, which are constants in it: gcc vectorises only then.
+template <bool kFused, typename Math, typename... Pointers>
+MIXPREC_RULE void sgd_chunk_flags(int64_t size, const GradFactors<Math>& factors, SgdConstants<Math> c,
+                                  Pointers... pointers) {
+  const auto run = [&](bool momentum, bool nesterov, bool weight_decay) __attribute__((always_inline)) {
+    c.has_momentum = momentum;
+    c.nesterov = nesterov;
+    c.has_weight_decay = weight_decay;
+    sgd_chunk_body<kFused>(pointers..., size, factors, c);
+  };
+  const auto run_momentum = [&](bool momentum, bool nesterov) __attribute__((always_inline)) {
+    c.has_weight_decay ? run(momentum, nesterov, true) : run(momentum, nesterov, false);
+  };
+  if (!c.has_momentum) return run_momentum(false, false);
+  c.nesterov ? run_momentum(true, true) : run_momentum(true, false);
 }
 
 template <typename Math, typename... Pointers>
-MIXPREC_AVX2 void sgd_chunk_avx2(int64_t size, Factors<Math> factors, SgdConstants<Math> constants,
+MIXPREC_AVX2 void sgd_chunk_avx2(int64_t size, GradFactors<Math> factors, SgdConstants<Math> constants,
                                  Pointers... pointers) {
-  sgd_chunk_momentum<true>(size, factors, constants, pointers...);
+  sgd_chunk_flags<true>(size, factors, constants, pointers...);
 }
 
 template <typename Math, typename... Pointers>
-void sgd_chunk(int64_t size, Factors<Math> factors, SgdConstants<Math> constants,
+void sgd_chunk(int64_t size, GradFactors<Math> factors, SgdConstants<Math> constants,
                Pointers... pointers) {
   if (use_avx2()) {
     sgd_chunk_avx2(size, factors, constants, pointers...);
   } else {
-    sgd_chunk_momentum<kDefaultIsFused>(size, factors, constants, pointers...);
+    sgd_chunk_flags<kDefaultIsFused>(size, factors, constants, pointers...);
   }
 }
 
 template <typename Math, typename Param, typename Grad>
-void step(const SgdData& data, int64_t begin, int64_t end, Factors<float> factors,
+void step(const SgdData& data, int64_t begin, int64_t end, GradFactors<float> factors,
           const SgdHyperparameters& parameters) {
   const auto from = [begin](auto* address) { return address ? address + begin : nullptr; };
   sgd_chunk<Math>(end - begin, {factors.inv_scale, factors.clip}, parameters.rounded<Math>(),
@@ -73,7 +71,7 @@ void step(const SgdData& data, int64_t begin, int64_t end, Factors<float> factor
 }
 
 template <typename Half>
-void step_half(const SgdData& data, int64_t begin, int64_t end, Factors<float> factors,
+void step_half(const SgdData& data, int64_t begin, int64_t end, GradFactors<float> factors,
                const SgdHyperparameters& parameters) {
   if (data.grad.dtype == c10::kFloat) {
     step<float, Half, float>(data, begin, end, factors, parameters);
@@ -87,10 +85,7 @@ void step_half(const SgdData& data, int64_t begin, int64_t end, Factors<float> f
 void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& parameters,
               const StepScalars& scalars) {
   if (scalars.found_inf && *scalars.found_inf != 0) return;
-  const Factors<float> factors{
-      scalars.grad_scale ? inverse(*scalars.grad_scale) : 1.0f,
-      scalars.norm ? clip_coefficient(*scalars.norm, scalars.max_norm) : 1.0f};
-
+  const GradFactors<float> factors = scalars.grad_factors();
   const Chunks chunks(params, [](const SgdData& data) { return data.param.numel; });
   chunks.for_each([&](int64_t, int64_t index, int64_t begin, int64_t end) {
     const SgdData& data = params[index];

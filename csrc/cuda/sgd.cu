@@ -33,8 +33,7 @@ __device__ void step_chunk(void* const (&addresses)[kNumAddresses], const Chunk&
     if constexpr (kHasMaster) load_f32<kFull>(masters[v], master, i, chunk.valid_items);
   }
   if (scalars.found_inf && *scalars.found_inf != 0) return;
-  const float inv_scale = scalars.grad_scale ? inverse(*scalars.grad_scale) : 1.0f;
-  const float clip = scalars.norm ? clip_coefficient(*scalars.norm, scalars.max_norm) : 1.0f;
+  const GradFactors<float> factors = scalars.grad_factors();
 
 #pragma unroll
   for (int v = 0; v < kVecsPerThread; ++v) {
@@ -42,7 +41,7 @@ __device__ void step_chunk(void* const (&addresses)[kNumAddresses], const Chunk&
     for (int k = 0; k < kVecSize; ++k) {
       float weight = params[v][k];
       if constexpr (kHasMaster) weight = refined_weight_f32<Param>(weight, masters[v][k]);
-      sgd_update<true>(weight, momenta[v][k], grads[v][k] * inv_scale * clip, constants);
+      sgd_update<true>(weight, momenta[v][k], grads[v][k], factors, constants);
       params[v][k] = weight;
     }
     const int i = (v * kThreads + threadIdx.x) * kVecSize;
