@@ -43,7 +43,8 @@ MIXPREC_RULE bool is_finite(T x) {
 // since 53 >= 2 * 24 + 2 bits make the double rounding harmless.
 MIXPREC_RULE float inverse(float scale) { return 1.0f / scale; }
 
-// torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1, in torch's order of rounding.
+// torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1, in torch's order of
+// rounding.
 MIXPREC_RULE float clip_coefficient(float norm, float max_norm) {
   const float coefficient = 1.0f / (norm + 1e-6f) * max_norm;
   return coefficient > 1.0f ? 1.0f : coefficient;
@@ -59,7 +60,10 @@ MIXPREC_RULE T norm_term(T value) {
 
 template <Norm kNorm, typename T>
 MIXPREC_RULE T combine(T total, T term) {
-  return kNorm == Norm::kNone ? T{0} : kNorm == Norm::kL2 ? total + term : term > total ? term : total;
+  return kNorm == Norm::kNone ? T{0}
+         : kNorm == Norm::kL2 ? total + term
+         : term > total       ? term
+                              : total;
 }
 
 // A norm that is not finite skips the step as an inf among the gradients does.
@@ -76,8 +80,12 @@ MIXPREC_RULE float finish_norm(double total, bool& found_inf) {
 // the blocks of one launch, or cost another launch; this one cannot be left behind by a skipped
 // step, a checkpoint or a graph replay. No arithmetic makes it: x86 produces 0xFFC00000 and CUDA
 // 0x7FFFFFFF, and a NaN gradient keeps its own payload.
-MIXPREC_RULE bool is_unwritten(float momentum) { return bit_cast<uint32_t>(momentum) == 0xFFFFFFFFu; }
-MIXPREC_RULE bool is_unwritten(double momentum) { return bit_cast<uint64_t>(momentum) == ~uint64_t{0}; }
+MIXPREC_RULE bool is_unwritten(float momentum) {
+  return bit_cast<uint32_t>(momentum) == 0xFFFFFFFFu;
+}
+MIXPREC_RULE bool is_unwritten(double momentum) {
+  return bit_cast<uint64_t>(momentum) == ~uint64_t{0};
+}
 
 // The fp32 value of a half weight. The weight is the truth: the master refines it only while the
 // master still rounds to it, bit for bit; otherwise somebody else wrote the weight and the master
@@ -110,9 +118,8 @@ MIXPREC_RULE void sgd_update(T& param, T& momentum_buffer, T scaled_grad, const 
   grad = c.has_weight_decay ? multiply_add<kFused>(c.weight_decay, param, grad) : grad;
   if (c.has_momentum) {
     const T decayed = momentum_buffer * c.momentum;
-    momentum_buffer = is_unwritten(momentum_buffer)
-                          ? grad
-                          : multiply_add<kFused>(c.one_minus_dampening, grad, decayed);
+    const T next = multiply_add<kFused>(c.one_minus_dampening, grad, decayed);
+    momentum_buffer = is_unwritten(momentum_buffer) ? grad : next;
     grad = c.nesterov ? multiply_add<kFused>(c.momentum, momentum_buffer, grad) : momentum_buffer;
   }
   param = multiply_add<kFused>(c.neg_lr, grad, param);

@@ -2,6 +2,9 @@
 // them, and calls the backend of their device. The only file that knows Python, and the only one
 // that knows whether CUDA was built. Everything is checked before the first tensor is written.
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -19,7 +22,8 @@ void check_device(const at::Device& device) {
 #ifdef WITH_CUDA
   const bool known = device.is_cpu() || device.is_cuda();
 #else
-  TORCH_CHECK(!device.is_cuda(), "mixprec was built without CUDA; reinstall it where nvcc is on the PATH "
+  TORCH_CHECK(!device.is_cuda(),
+              "mixprec was built without CUDA; reinstall it where nvcc is on the PATH "
               "and torch has CUDA");
   const bool known = device.is_cpu();
 #endif
@@ -27,14 +31,18 @@ void check_device(const at::Device& device) {
 }
 
 #ifdef WITH_CUDA
-#define DISPATCH(DEVICE, CALL)           \
-  do {                                   \
-    const c10::DeviceGuard guard(DEVICE); \
-    (DEVICE).is_cuda() ? cuda::CALL : cpu::CALL; \
-  } while (false)
+#define BACKEND(DEVICE, CALL) (DEVICE).is_cuda() ? cuda::CALL : cpu::CALL
 #else
-#define DISPATCH(DEVICE, CALL) cpu::CALL
+#define BACKEND(DEVICE, CALL) cpu::CALL
 #endif
+
+// Calls an op in the backend of the device, beside other Python threads.
+#define DISPATCH(DEVICE, CALL)            \
+  do {                                    \
+    const c10::DeviceGuard guard(DEVICE); \
+    const py::gil_scoped_release no_gil;  \
+    BACKEND(DEVICE, CALL);                \
+  } while (false)
 
 Data data_of(const Tensor& tensor) {
   return {const_cast<void*>(tensor.const_data_ptr()), tensor.numel(), tensor.scalar_type()};
@@ -87,16 +95,19 @@ void check_dtype(const Tensor& tensor, const char* what, const Place& place) {
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
                   (dtype == at::kDouble && tensor.is_cpu()),
-              "mixprec takes float32, float16 and bfloat16 (on the CPU float64 too), but the ", what, " of ",
-              place, " is ", dtype, " on ", tensor.device(), "; use torch's optimizer and scaler for it");
+              "mixprec takes float32, float16 and bfloat16 (on the CPU float64 too), but the ",
+              what, " of ", place, " is ", dtype, " on ", tensor.device(),
+              "; use torch's optimizer and scaler for it");
 }
 
 void check_readable(const Tensor& tensor, const char* what, const Place& place) {
   check_device(tensor.device());
   TORCH_CHECK(tensor.layout() == at::kStrided, "the ", what, " of ", place, " is ", tensor.layout(),
               ", mixprec takes dense tensors; use torch's optimizer for it");
-  TORCH_CHECK(!tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage(), "the ", what, " of ",
-              place, " is a tensor subclass without memory of its own (DTensor, say), which mixprec can't read");
+  TORCH_CHECK(
+      !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage(), "the ", what, " of ",
+      place,
+      " is a tensor subclass without memory of its own (DTensor, say), which mixprec can't read");
   check_dtype(tensor, what, place);
 }
 
@@ -108,7 +119,8 @@ void for_each_grad(const py::list& param_groups, F f) {
     for (size_t i = 0; i < params.size(); ++i) {
       PyObject* object = PyList_GET_ITEM(params.ptr(), i);
       const Place place{group, i};
-      TORCH_CHECK_TYPE(THPVariable_Check(object), place, " is a ", Py_TYPE(object)->tp_name, ", not a tensor");
+      TORCH_CHECK_TYPE(THPVariable_Check(object), place, " is a ", Py_TYPE(object)->tp_name,
+                       ", not a tensor");
       const Tensor& param = THPVariable_Unpack(object);
       if (param.grad().defined()) f(object, param, param.grad(), place);
     }
@@ -126,20 +138,23 @@ T& of_device(std::vector<std::pair<at::Device, T>>& by_device, const at::Device&
 
 Norm norm_of_type(optional<double> norm_type) {
   if (!norm_type) return Norm::kNone;
-  TORCH_CHECK_VALUE(*norm_type == 2.0 || *norm_type == INFINITY, "norm_type must be 2.0 or inf, got ",
-                    *norm_type, "; for others call unscale_ and torch.nn.utils.clip_grad_norm_");
+  TORCH_CHECK_VALUE(*norm_type == 2.0 || *norm_type == INFINITY,
+                    "norm_type must be 2.0 or inf, got ", *norm_type,
+                    "; for others call unscale_ and torch.nn.utils.clip_grad_norm_");
   return *norm_type == 2.0 ? Norm::kL2 : Norm::kInf;
 }
 
 // One pass over the gradients of an optimizer. Returns {device: (found_inf, norm or None)}.
 py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale, bool unscale,
                optional<double> norm_type, py::dict workspaces) {
-  const at::NoGradGuard no_grad;
+  const c10::NoGradGuard no_grad;
   const Norm norm = norm_of_type(norm_type);
   std::vector<std::pair<at::Device, std::vector<Tensor>>> grads_by_device;
-  std::vector<std::pair<Tensor, Tensor>> copies;  // a gradient that is not dense, and its dense copy
+  std::vector<std::pair<Tensor, Tensor>>
+      copies;  // a gradient that is not dense, and its dense copy
 
-  for_each_grad(param_groups, [&](PyObject*, const Tensor& param, const Tensor& found, const Place& place) {
+  for_each_grad(param_groups, [&](PyObject*, const Tensor& param, const Tensor& found,
+                                  const Place& place) {
     Tensor grad = found;
     if (grad.is_sparse()) {
       // As torch does: of duplicates that are still to be added up, fp16's sum may overflow.
@@ -147,13 +162,16 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
       grad = grad._values();
     }
     check_readable(grad, "gradient", place);
-    TORCH_CHECK_VALUE(!unscale || grad.scalar_type() != at::kHalf, "Attempting to unscale FP16 gradients. ",
+    TORCH_CHECK_VALUE(!unscale || grad.scalar_type() != at::kHalf,
+                      "Attempting to unscale FP16 gradients. ",
                       "mixprec.SGD steps without unscale_: leave the call out, and clip by "
                       "scaler.clip_grad_norm_(optimizer, max_norm); or get float32 gradients from "
                       "half_weights(model, grad_dtype=torch.float32)");
     if (!grad.is_non_overlapping_and_dense()) {
-      TORCH_CHECK(!unscale || at::has_internal_overlap(grad) == at::MemOverlap::No, "the gradient of ", place,
-                  " can't be unscaled in place: several of its elements share memory; clone() it first");
+      TORCH_CHECK(
+          !unscale || at::has_internal_overlap(grad) != at::MemOverlap::Yes, "the gradient of ",
+          place,
+          " can't be unscaled in place: several of its elements share memory; clone() it first");
       copies.emplace_back(grad, grad.contiguous());
       grad = copies.back().second;
     }
@@ -169,48 +187,64 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
     const py::object key = py::cast(device);
     Tensor workspace;
     if (device.is_cuda()) {
-      if (!workspaces.contains(key)) workspaces[key] = at::zeros({kCheckWorkspaceInts}, scalars.dtype(at::kInt));
+      if (!workspaces.contains(key))
+        workspaces[key] = at::zeros({kCheckWorkspaceInts}, scalars.dtype(at::kInt));
       workspace = py::cast<Tensor>(workspaces[key]);
     }
-    CheckArguments arguments{{}, address_of<float>(scale), unscale, norm, address_of<float>(found_inf),
-                             address_of<float>(norm_out), address_of<void>(workspace)};
+    CheckArguments arguments{{},
+                             address_of<float>(scale),
+                             unscale,
+                             norm,
+                             address_of<float>(found_inf),
+                             address_of<float>(norm_out),
+                             address_of<void>(workspace)};
     for (const Tensor& grad : grads) arguments.grads.push_back(data_of(grad));
     DISPATCH(device, check(arguments));
-    if (unscale) for (const Tensor& grad : grads) bump_version(grad);
-    result[key] = py::make_tuple(found_inf, norm_out.defined() ? py::object(py::cast(norm_out)) : py::none());
+    if (unscale)
+      for (const Tensor& grad : grads) bump_version(grad);
+    result[key] =
+        py::make_tuple(found_inf, norm_out.defined() ? py::object(py::cast(norm_out)) : py::none());
   }
-  if (unscale) for (auto& [grad, copy] : copies) grad.copy_(copy);
+  if (unscale)
+    for (auto& [grad, copy] : copies) grad.copy_(copy);
   return result;
 }
 
-bool flag_of(const py::dict& group, const char* name) {
-  return py::bool_(py::object(group[name]));
-}
+bool flag_of(const py::dict& group, const char* name) { return py::bool_(py::object(group[name])); }
 
 SgdHyperparameters hyperparameters_of(const py::dict& group) {
   const auto number = [&](const char* name) { return py::cast<double>(group[name]); };
-  return {number("lr"), number("momentum"), number("dampening"), number("weight_decay"), flag_of(group, "nesterov")};
+  return {number("lr"), number("momentum"), number("dampening"), number("weight_decay"),
+          flag_of(group, "nesterov")};
 }
 
 // Momentum that is_unwritten().
 Tensor unwritten_like(const Tensor& param) {
   const bool is_double = param.scalar_type() == at::kDouble;
-  return empty_like(param, is_double ? at::kLong : at::kInt).fill_(-1).view(is_double ? at::kDouble : at::kFloat);
+  return empty_like(param, is_double ? at::kLong : at::kInt)
+      .fill_(-1)
+      .view(is_double ? at::kDouble : at::kFloat);
 }
 
 // A tensor of a parameter's state, made by `create` where there is none, and brought to the
 // parameter's device, order in memory and fp32 (fp64) where a checkpoint or a user left another.
 template <typename Create>
-Tensor state_tensor(const py::dict& state, const char* name, const Tensor& param, const Place& place,
-                    Create create) {
-  const py::object found = state.contains(name) ? py::object(state[name]) : py::none();
+Tensor state_tensor(const py::dict& state, const py::str& name, const Tensor& param,
+                    const Place& place, Create create) {
+  PyObject* found = PyDict_GetItemWithError(state.ptr(), name.ptr());
+  const bool is_new =
+      found == nullptr || found == Py_None;  // torch's SGD leaves None where it has no momentum
+  TORCH_CHECK_TYPE(is_new || THPVariable_Check(found), std::string(name), " of ", place, " is a ",
+                   Py_TYPE(found)->tp_name, ", not a tensor");
   const auto dtype = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  Tensor tensor = found.is_none() ? create() : py::cast<Tensor>(found);
-  TORCH_CHECK(tensor.sizes() == param.sizes(), name, " of ", place, " has shape ", tensor.sizes(),
-              ", its parameter ", param.sizes(), "; was the state of another model loaded?");
-  if (tensor.scalar_type() != dtype || tensor.device() != param.device() || !same_layout(tensor, param)) {
+  Tensor tensor = is_new ? create() : THPVariable_Unpack(found);
+  TORCH_CHECK(tensor.sizes() == param.sizes(), std::string(name), " of ", place, " has shape ",
+              tensor.sizes(), ", its parameter ", param.sizes(),
+              "; was the state of another model loaded?");
+  if (tensor.scalar_type() != dtype || tensor.device() != param.device() ||
+      !same_layout(tensor, param)) {
     tensor = empty_like(param, dtype).copy_(tensor);
-  } else if (!found.is_none()) {
+  } else if (!is_new) {
     return tensor;
   }
   state[name] = tensor;
@@ -220,10 +254,11 @@ Tensor state_tensor(const py::dict& state, const char* name, const Tensor& param
 void check_param(const Tensor& param, const Tensor& grad, const Place& place) {
   check_readable(param, "weight", place);
   check_readable(grad, "gradient", place);
-  TORCH_CHECK(param.is_non_overlapping_and_dense(), place, " has shape ", param.sizes(), " and strides ",
-              param.strides(), ", which leave gaps or overlap; make it contiguous() before you optimize it");
-  TORCH_CHECK(grad.device() == param.device(), place, " is on ", param.device(), ", its gradient on ",
-              grad.device(), "; move the gradient to the parameter");
+  TORCH_CHECK(param.is_non_overlapping_and_dense(), place, " has shape ", param.sizes(),
+              " and strides ", param.strides(),
+              ", which leave gaps or overlap; make it contiguous() before you optimize it");
+  TORCH_CHECK(grad.device() == param.device(), place, " is on ", param.device(),
+              ", its gradient on ", grad.device(), "; move the gradient to the parameter");
   TORCH_CHECK(grad.sizes() == param.sizes(), place, " has shape ", param.sizes(), ", its gradient ",
               grad.sizes(), "; was one of them replaced after the backward pass?");
   TORCH_CHECK(grad.scalar_type() == param.scalar_type() ||
@@ -237,36 +272,52 @@ struct SgdTensors {  // of one parameter, all with the parameter's order in memo
 };
 
 // One step of every group. initial_master(param) is the first fp32 value of a half parameter.
-void sgd_step(const py::list& param_groups, const py::object& state, const py::object& initial_master,
-              const optional<Tensor>& grad_scale, const optional<Tensor>& found_inf,
-              const optional<Tensor>& norm, double max_norm) {
-  const at::NoGradGuard no_grad;
-  using ByDevice = std::vector<std::pair<at::Device, std::vector<SgdTensors>>>;
+void sgd_step(const py::list& param_groups, const py::object& state,
+              const py::object& initial_master, const optional<Tensor>& grad_scale,
+              const optional<Tensor>& found_inf, const optional<Tensor>& norm, double max_norm) {
+  const c10::NoGradGuard no_grad;
   std::vector<SgdHyperparameters> hyperparameters;
-  for (const auto& group : param_groups) hyperparameters.push_back(hyperparameters_of(py::cast<py::dict>(group)));
+  for (const auto& group : param_groups)
+    hyperparameters.push_back(hyperparameters_of(py::cast<py::dict>(group)));
 
-  for_each_grad(param_groups, [](PyObject*, const Tensor& param, const Tensor& grad, const Place& place) {
-    check_param(param, grad, place);
-  });
-  std::vector<ByDevice> groups(hyperparameters.size());
-  for_each_grad(param_groups, [&](PyObject* object, const Tensor& param, const Tensor& grad, const Place& place) {
+  struct Found {
+    PyObject* object;  // of param, which its group holds
+    const Tensor& param;
+    const Tensor& grad;
+    Place place;
+  };
+  std::vector<Found> all;
+  for_each_grad(param_groups,
+                [&](PyObject* object, const Tensor& param, const Tensor& grad, const Place& place) {
+                  check_param(param, grad, place);
+                  all.push_back({object, param, grad, place});
+                });
+
+  // Never freed: at exit Python is gone before static objects are.
+  static const py::str &momentum_buffer = *new py::str("momentum_buffer"),
+                       &master = *new py::str("master");
+  std::vector<std::vector<std::pair<at::Device, std::vector<SgdTensors>>>> groups(
+      hyperparameters.size());
+  for (const auto& [object, param, grad, place] : all) {
     SgdTensors tensors{param, laid_out_like(grad, param), {}, {}};
-    const bool has_master = param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
+    const bool has_master =
+        param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
     const bool has_momentum = hyperparameters[place.group].momentum != 0;
     if (has_master || has_momentum) {
       const py::dict param_state = state[py::handle(object)];
       if (has_momentum) {
-        tensors.momentum_buffer =
-            state_tensor(param_state, "momentum_buffer", param, place, [&] { return unwritten_like(param); });
+        const auto create = [&param = param] { return unwritten_like(param); };
+        tensors.momentum_buffer = state_tensor(param_state, momentum_buffer, param, place, create);
       }
       if (has_master) {
-        tensors.master = state_tensor(param_state, "master", param, place, [&] {
+        const auto create = [&, object = object] {
           return py::cast<Tensor>(initial_master(py::handle(object)));
-        });
+        };
+        tensors.master = state_tensor(param_state, master, param, place, create);
       }
     }
     of_device(groups[place.group], param.device()).push_back(std::move(tensors));
-  });
+  }
 
   for (size_t group = 0; group < groups.size(); ++group) {
     for (const auto& [device, tensors] : groups[group]) {
@@ -279,8 +330,8 @@ void sgd_step(const py::list& param_groups, const py::object& state, const py::o
         params.push_back({data_of(t.param), data_of(t.grad), address_of<void>(t.momentum_buffer),
                           address_of<float>(t.master)});
       }
-      const StepScalars scalars{address_of<float>(scale), address_of<float>(skip), address_of<float>(clip_norm),
-                                static_cast<float>(max_norm),
+      const StepScalars scalars{address_of<float>(scale), address_of<float>(skip),
+                                address_of<float>(clip_norm), static_cast<float>(max_norm),
                                 flag_of(py::cast<py::dict>(param_groups[group]), "maximize")};
       DISPATCH(device, sgd_step(params, hyperparameters[group], scalars));
       for (const SgdTensors& t : tensors) {
@@ -293,14 +344,18 @@ void sgd_step(const py::list& param_groups, const py::object& state, const py::o
 }
 
 void update_scale(const Tensor& scale, const Tensor& growth_tracker, const Tensor& history,
-                  const Tensor& found_inf, double growth_factor, double backoff_factor, int growth_interval,
-                  double min_scale, double max_scale, int hysteresis) {
+                  const Tensor& found_inf, double growth_factor, double backoff_factor,
+                  int growth_interval, double min_scale, double max_scale, int hysteresis) {
   check_device(scale.device());
   const Tensor skipped = scalar_on(found_inf, scale.device(), "found_inf");
   const ScaleData data{address_of<float>(scale), address_of<int>(growth_tracker),
                        address_of<ScaleHistory>(history), address_of<float>(skipped)};
-  const ScaleRule rule{growth_factor, backoff_factor, growth_interval, static_cast<float>(min_scale),
-                       static_cast<float>(max_scale), hysteresis};
+  const ScaleRule rule{growth_factor,
+                       backoff_factor,
+                       growth_interval,
+                       static_cast<float>(min_scale),
+                       static_cast<float>(max_scale),
+                       hysteresis};
   DISPATCH(scale.device(), update_scale(data, rule));
   for (const Tensor& written : {scale, growth_tracker, history}) bump_version(written);
 }
@@ -310,10 +365,11 @@ void update_scale(const Tensor& scale, const Tensor& growth_tracker, const Tenso
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace pybind11::literals;
-  module.def("check", &mixprec::check, "param_groups"_a, "grad_scale"_a, "unscale"_a, "norm_type"_a, "workspaces"_a);
-  module.def("sgd_step", &mixprec::sgd_step, "param_groups"_a, "state"_a, "initial_master"_a, "grad_scale"_a,
-             "found_inf"_a, "norm"_a, "max_norm"_a);
-  module.def("update_scale", &mixprec::update_scale, "scale"_a, "growth_tracker"_a, "history"_a, "found_inf"_a,
-             "growth_factor"_a, "backoff_factor"_a, "growth_interval"_a, "min_scale"_a, "max_scale"_a,
-             "hysteresis"_a);
+  module.def("check", &mixprec::check, "param_groups"_a, "grad_scale"_a, "unscale"_a, "norm_type"_a,
+             "workspaces"_a);
+  module.def("sgd_step", &mixprec::sgd_step, "param_groups"_a, "state"_a, "initial_master"_a,
+             "grad_scale"_a, "found_inf"_a, "norm"_a, "max_norm"_a);
+  module.def("update_scale", &mixprec::update_scale, "scale"_a, "growth_tracker"_a, "history"_a,
+             "found_inf"_a, "growth_factor"_a, "backoff_factor"_a, "growth_interval"_a,
+             "min_scale"_a, "max_scale"_a, "hysteresis"_a);
 }

@@ -23,17 +23,17 @@ struct CheckArguments {
   const float* grad_scale;  // gradients are this many times too large; null: not scaled
   bool unscale;             // write grad / grad_scale back, rounded to the gradient's dtype
   Norm norm_type;           // kNone where `unscale`
-  float* found_inf;         // out: 1 if a gradient, scaled or unscaled, or the norm is inf or NaN, else 0
-  float* norm;              // out: norm of the unscaled gradients; NaN where they are not finite
-  void* workspace;          // CUDA: 8 bytes, zeros before and after, for one check at a time
+  float* found_inf;  // out: 1 if a gradient, scaled or unscaled, or the norm is inf or NaN, else 0
+  float* norm;       // out: norm of the unscaled gradients; NaN where they are not finite
+  void* workspace;   // CUDA: 8 bytes, zeros before and after, for one check at a time
 };
 constexpr int kCheckWorkspaceInts = 2;
 
-struct SgdData {             // the same number of elements each
-  Data param;                // in/out; float32, float16, bfloat16 (CPU: float64)
-  Data grad;                 // scaled, not changed; param's dtype or float32
-  void* momentum_buffer;     // in/out; float32 (float64 param: float64); null without momentum
-  float* master;             // in/out; for float16 and bfloat16 params, else null
+struct SgdData {          // the same number of elements each
+  Data param;             // in/out; float32, float16, bfloat16 (CPU: float64)
+  Data grad;              // scaled, not changed; param's dtype or float32
+  void* momentum_buffer;  // in/out; float32 (float64 param: float64); null without momentum
+  float* master;          // in/out; for float16 and bfloat16 params, else null
 };
 
 struct SgdHyperparameters {
@@ -42,8 +42,13 @@ struct SgdHyperparameters {
 
   template <typename T>
   SgdConstants<T> rounded() const {
-    return {static_cast<T>(-lr), static_cast<T>(momentum), static_cast<T>(1 - dampening),
-            static_cast<T>(weight_decay), momentum != 0, weight_decay != 0, nesterov};
+    return {static_cast<T>(-lr),
+            static_cast<T>(momentum),
+            static_cast<T>(1 - dampening),
+            static_cast<T>(weight_decay),
+            momentum != 0,
+            weight_decay != 0,
+            nesterov};
   }
 };
 
@@ -61,16 +66,16 @@ struct StepScalars {        // read on the device
 };
 
 struct ScaleData {
-  float* scale;            // in/out
-  int* growth_tracker;     // in/out
-  ScaleHistory* history;   // in/out
+  float* scale;           // in/out
+  int* growth_tracker;    // in/out
+  ScaleHistory* history;  // in/out
   const float* found_inf;
 };
 
-#define MIXPREC_DECLARE_OPS                                                                 \
-  void check(const CheckArguments& arguments);                                              \
-  void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& parameters,   \
-                const StepScalars& scalars);                                                \
+#define MIXPREC_DECLARE_OPS                                                               \
+  void check(const CheckArguments& arguments);                                            \
+  void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& parameters, \
+                const StepScalars& scalars);                                              \
   void update_scale(const ScaleData& data, const ScaleRule& rule);
 
 namespace cpu {

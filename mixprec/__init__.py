@@ -7,7 +7,7 @@
 and the training loop that torch documents for autocast and GradScaler, unchanged.
 """
 
-from . import _load  # noqa: F401, I001  first: refuses a torch that the extension was not built for
+from . import _load  # noqa: F401  first: refuses a torch that the extension was not built for
 from .autocast import autocast
 from .grad_scaler import GradScaler
 from .half_weights import full_precision_state_dict, half_weights

@@ -3,11 +3,11 @@
 import torch
 
 
-class autocast(torch.autocast):  # noqa: N801, named as torch's
+class autocast(torch.autocast):
     """:class:`torch.autocast`, with the device and dtype that the machine is fast with.
 
     Args:
-        device_type: ``"cuda"``, ``"cpu"``, ...; default: ``"cuda"`` where there is one, else ``"cpu"``.
+        device_type: default: ``"cuda"`` where there is one, else ``"cpu"``.
         dtype: default: float16 on CUDA, bfloat16 elsewhere. (A CPU without fp16 units runs fp16
             convolutions many times slower than fp32 ones; bfloat16 has fp32's range, so a loss
             scaler has nothing to do there, and does no harm.)

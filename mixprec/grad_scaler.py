@@ -25,7 +25,7 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 class GradScaler(torch.amp.GradScaler):
-    """:class:`torch.amp.GradScaler` whose whole cost is a read of the gradients and two small launches.
+    """:class:`torch.amp.GradScaler` at the cost of one read of the gradients, and no sync.
 
     A drop-in subclass: same arguments, methods, errors and ``state_dict``, loadable both ways. With
     :class:`mixprec.SGD`, and with torch's optimizers given ``fused=True``, nothing here syncs with
@@ -40,8 +40,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: the scale never falls below; default: the smallest normal fp32 number, so that it
             cannot collapse to 0, which torch's can.
         max_scale: the scale never grows beyond; default: no limit but fp32's.
-        hysteresis: back off at the ``hysteresis``-th overflow since the scale last grew, and at each
-            one after it (Megatron-LM's rule); default 1, torch's rule.
+        hysteresis: back off at the ``hysteresis``-th overflow since the scale last grew, and at
+            each one after it (Megatron-LM's rule); default 1, torch's rule.
         process_group: a ``torch.distributed`` group whose members skip a step together, when one of
             them overflows; for sharded models. DDP needs none: its replicas have equal gradients.
 
@@ -143,14 +143,8 @@ class GradScaler(torch.amp.GradScaler):
         return found_infs, torch.linalg.vector_norm(torch.stack(stacked), norm_type)
 
     def _combined(self, found_infs: dict[torch.device, Tensor]) -> Tensor:
-        """One found_inf, 0 or 1 (torch's fused kernels test for 1), on the scale's device if several."""
-        if len(found_infs) == 1:
-            return next(iter(found_infs.values()))
-        device = self._device if self._scale is None else self._scale.device
-        if not found_infs:
-            return torch.zeros((), device=device)
-        moved = [found_inf.to(device, non_blocking=True) for found_inf in found_infs.values()]
-        return torch.stack(moved).amax()
+        """One found_inf for all devices, 0 or 1 (torch's fused kernels test for 1)."""
+        return _any(list(found_infs.values()) or [torch.zeros((), device=self._device)])
 
     def _stage(self, optimizer: Optimizer) -> OptState:
         stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
@@ -274,14 +268,11 @@ class GradScaler(torch.amp.GradScaler):
         ]
         if not found_infs:
             raise AssertionError("No inf checks were recorded prior to update.")
-        if len(found_infs) > 1:
-            moved = [found_inf.to(scale.device, non_blocking=True) for found_inf in found_infs]
-            found_infs = [torch.stack(moved).amax()]
         _C.update_scale(
             scale,
             growth_tracker,
             self._history,
-            found_infs[0],
+            _any(found_infs),
             self._growth_factor,
             self._backoff_factor,
             self._growth_interval,
@@ -322,8 +313,9 @@ class GradScaler(torch.amp.GradScaler):
                     names = group.get("param_names")
                     name = names[i] if names else f"parameter {i} of group {g}"
                     lines.append(
-                        f"{name} ({list(grad.shape)}, {grad.dtype}): {int(grad.isinf().sum())} inf, "
-                        f"{int(grad.isnan().sum())} NaN of {grad.numel()}"
+                        f"{name} ({list(grad.shape)}, {grad.dtype}): "
+                        f"{int(grad.isinf().sum())} inf, {int(grad.isnan().sum())} NaN "
+                        f"of {grad.numel()}"
                     )
         return "\n".join(lines) or "no gradient holds inf or NaN"
 
@@ -374,8 +366,15 @@ def _check_scale(name: str, scale: float) -> None:
         raise ValueError(f"{name} must be positive and finite, got {scale}")
 
 
+def _any(found_infs: list[Tensor]) -> Tensor:
+    if len(found_infs) == 1:
+        return found_infs[0]
+    device = found_infs[0].device
+    return torch.stack([found_inf.to(device, non_blocking=True) for found_inf in found_infs]).amax()
+
+
 def _skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether step() takes grad_scale and found_inf as attributes, torch's protocol for fused steps."""
+    """Whether step() reads grad_scale and found_inf off the optimizer, as torch's fused ones."""
     if isinstance(optimizer, SGD):
         return True
     return (

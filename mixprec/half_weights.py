@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# What autocast runs in half precision with a weight of its own: F.linear, F.conv*, F.conv_transpose*.
+# What autocast runs in half precision and has a weight: F.linear, F.conv*, F.conv_transpose*.
 _CAST_MODULES = (
     nn.Linear,
     nn.Conv1d,
@@ -111,9 +111,7 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def full_precision_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
+def full_precision_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``model.state_dict()`` with every half weight in fp32, as exact as its master is.
 
     For weight averaging, export and checkpoints that fp32 models load. A weight that somebody

@@ -24,10 +24,10 @@ class SGD(torch.optim.SGD):
     """:class:`torch.optim.SGD` with fp32 masters for fp16 and bf16 parameters, in one launch.
 
     fp32 parameters get the same bits as with ``torch.optim.SGD(foreach=False)`` and have the same
-    state. A half parameter is rounded (to nearest even) from an fp32 master, ``state[p]["master"]``,
-    and its momentum is fp32 too. **The weight is the truth**: where a weight no longer is the
-    rounding of its master, somebody else wrote it (``load_state_dict``, ``.data``, weight
-    averaging), and the step goes on from the weight.
+    state. A half parameter is rounded (to nearest even) from an fp32 master,
+    ``state[p]["master"]``, and its momentum is fp32 too. **The weight is the truth**: where a
+    weight no longer is the rounding of its master, somebody else wrote it (``load_state_dict``,
+    ``.data``, weight averaging), and the step goes on from the weight.
 
     With a loss scaler (:class:`mixprec.GradScaler` or ``torch.amp.GradScaler``) unscaling happens
     inside the step, in fp32 registers, and an overflow skips it on the device, without a sync.
@@ -82,7 +82,7 @@ class SGD(torch.optim.SGD):
             lr,
             momentum,
             dampening,
-            weight_decay,  # type: ignore[arg-type]  # a tensor is allowed from torch 2.8 on
+            weight_decay,
             nesterov,
             maximize=maximize,
             foreach=foreach,
@@ -90,7 +90,7 @@ class SGD(torch.optim.SGD):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, but a parameter twice in the group is an error: it would be stepped twice."""
+        """As in torch, but a parameter twice in the group, to be stepped twice, is an error."""
         super().add_param_group(param_group)
         params = self.param_groups[-1]["params"]
         if len(params) != len(set(params)):
@@ -103,7 +103,6 @@ class SGD(torch.optim.SGD):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Updates every parameter that has a gradient.
 
@@ -114,8 +113,8 @@ class SGD(torch.optim.SGD):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Scalers leave these on an optimizer for the time of a step: torch's protocol, and grad_clip
-        # of mixprec.GradScaler.
+        # Scalers leave these on an optimizer for the time of a step: torch's protocol, and
+        # mixprec.GradScaler's grad_clip.
         clip = getattr(self, "grad_clip", None)
         _C.sgd_step(
             self.param_groups,
@@ -156,11 +155,13 @@ class SGD(torch.optim.SGD):
             hook.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         for param, values in self.state.items():
             if isinstance(values, _Hidden):
                 is_param = isinstance(param, Tensor)  # torch loads state of unknown keys as it is
-                self.state[param] = _owned_state(values.values, param) if is_param else values.values
+                self.state[param] = (
+                    _owned_state(values.values, param) if is_param else values.values
+                )
 
 
 class _Hidden:
@@ -189,7 +190,7 @@ def _owned_state(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def _written(values: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state without momentum that no step has written (is_unwritten, arithmetic.h)."""
+    """A parameter's state without momentum that is_unwritten (csrc/arithmetic.h)."""
     momentum = values.get("momentum_buffer")
     if momentum is not None and momentum.numel() > 0:
         first = momentum.detach().as_strided((1,), (1,))

@@ -82,9 +82,12 @@ void run(const CheckArguments& a) {
 void check(const CheckArguments& arguments) {
   if (arguments.unscale) return run<true, Norm::kNone>(arguments);
   switch (arguments.norm_type) {
-    case Norm::kNone: return run<false, Norm::kNone>(arguments);
-    case Norm::kL2: return run<false, Norm::kL2>(arguments);
-    case Norm::kInf: return run<false, Norm::kInf>(arguments);
+    case Norm::kNone:
+      return run<false, Norm::kNone>(arguments);
+    case Norm::kL2:
+      return run<false, Norm::kL2>(arguments);
+    case Norm::kInf:
+      return run<false, Norm::kInf>(arguments);
   }
 }
 

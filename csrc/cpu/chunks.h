@@ -45,7 +45,7 @@ class Chunks {
   }
 
  private:
-  std::vector<int64_t> first_;   // first chunk of each tensor, and the number of chunks
+  std::vector<int64_t> first_;  // first chunk of each tensor, and the number of chunks
   std::vector<int64_t> numels_;
 };
 

@@ -14,7 +14,8 @@ namespace {
 template <bool kFused, typename Math, typename Param, typename Grad>
 MIXPREC_RULE void sgd_chunk_body(Param* __restrict param, const Grad* __restrict grad,
                                  Math* __restrict momentum_buffer, float* __restrict master,
-                                 int64_t size, GradFactors<Math> factors, SgdConstants<Math> constants) {
+                                 int64_t size, GradFactors<Math> factors,
+                                 SgdConstants<Math> constants) {
   constexpr bool kHasMaster = !std::is_same_v<Math, Param>;
   for (int64_t i = 0; i < size; ++i) {
     Math weight = static_cast<Math>(param[i]);
@@ -27,16 +28,18 @@ MIXPREC_RULE void sgd_chunk_body(Param* __restrict param, const Grad* __restrict
   }
 }
 
-// The loop again for each setting of the flags, which are constants in it: gcc vectorises only then.
+// The loop again for each setting of the flags, which are constants in it: gcc vectorises only
+// then.
 template <bool kFused, typename Math, typename... Pointers>
-MIXPREC_RULE void sgd_chunk_flags(int64_t size, const GradFactors<Math>& factors, SgdConstants<Math> c,
-                                  Pointers... pointers) {
-  const auto run = [&](bool momentum, bool nesterov, bool weight_decay) __attribute__((always_inline)) {
-    c.has_momentum = momentum;
-    c.nesterov = nesterov;
-    c.has_weight_decay = weight_decay;
-    sgd_chunk_body<kFused>(pointers..., size, factors, c);
-  };
+MIXPREC_RULE void sgd_chunk_flags(int64_t size, const GradFactors<Math>& factors,
+                                  SgdConstants<Math> c, Pointers... pointers) {
+  const auto run = [&](bool momentum, bool nesterov, bool weight_decay)
+                       __attribute__((always_inline)) {
+                         c.has_momentum = momentum;
+                         c.nesterov = nesterov;
+                         c.has_weight_decay = weight_decay;
+                         sgd_chunk_body<kFused>(pointers..., size, factors, c);
+                       };
   const auto run_momentum = [&](bool momentum, bool nesterov) __attribute__((always_inline)) {
     c.has_weight_decay ? run(momentum, nesterov, true) : run(momentum, nesterov, false);
   };
@@ -45,8 +48,8 @@ MIXPREC_RULE void sgd_chunk_flags(int64_t size, const GradFactors<Math>& factors
 }
 
 template <typename Math, typename... Pointers>
-MIXPREC_AVX2 void sgd_chunk_avx2(int64_t size, GradFactors<Math> factors, SgdConstants<Math> constants,
-                                 Pointers... pointers) {
+MIXPREC_AVX2 void sgd_chunk_avx2(int64_t size, GradFactors<Math> factors,
+                                 SgdConstants<Math> constants, Pointers... pointers) {
   sgd_chunk_flags<true>(size, factors, constants, pointers...);
 }
 
@@ -90,10 +93,14 @@ void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& para
   chunks.for_each([&](int64_t, int64_t index, int64_t begin, int64_t end) {
     const SgdData& data = params[index];
     switch (data.param.dtype) {
-      case c10::kDouble: return step<double, double, double>(data, begin, end, factors, parameters);
-      case c10::kHalf: return step_half<c10::Half>(data, begin, end, factors, parameters);
-      case c10::kBFloat16: return step_half<c10::BFloat16>(data, begin, end, factors, parameters);
-      default: return step<float, float, float>(data, begin, end, factors, parameters);
+      case c10::kDouble:
+        return step<double, double, double>(data, begin, end, factors, parameters);
+      case c10::kHalf:
+        return step_half<c10::Half>(data, begin, end, factors, parameters);
+      case c10::kBFloat16:
+        return step_half<c10::BFloat16>(data, begin, end, factors, parameters);
+      default:
+        return step<float, float, float>(data, begin, end, factors, parameters);
     }
   });
 }

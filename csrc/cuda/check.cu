@@ -1,5 +1,6 @@
 // Finds inf and NaN in gradients, unscales them or takes their norm: one launch that reads each
-// gradient once. No memory has to be cleared before it, and the norm has the same bits on every run.
+// gradient once. No memory has to be cleared before it, and the norm has the same bits on every
+// run.
 #include <c10/cuda/CUDACachingAllocator.h>
 
 #include "multi_tensor.cuh"
@@ -20,18 +21,19 @@ static_assert(sizeof(Workspace) == kCheckWorkspaceInts * sizeof(int));
 struct Arguments {
   const float* grad_scale;  // null: not scaled
   float* found_inf;
-  float* norm;              // null: none wanted
-  float* partials;          // one a chunk: its sum of squares, or its maximum
+  float* norm;      // null: none wanted
+  float* partials;  // one a chunk: its sum of squares, or its maximum
   Workspace* workspace;
-  uint32_t chunks_before;   // of earlier launches
-  uint32_t total_chunks;    // of all launches
+  uint32_t chunks_before;  // of earlier launches
+  uint32_t total_chunks;   // of all launches
 };
 
 // The block's combined value in thread 0, always in the same order. kWarps values of shared memory.
 template <Norm kNorm, typename T>
 __device__ T reduce_block(T x, T* shared) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x = combine<kNorm>(x, __shfl_down_sync(0xFFFFFFFFu, x, offset));
+  for (int offset = 16; offset > 0; offset /= 2)
+    x = combine<kNorm>(x, __shfl_down_sync(0xFFFFFFFFu, x, offset));
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -41,7 +43,8 @@ __device__ T reduce_block(T x, T* shared) {
 }
 
 template <bool kFull, bool kUnscale, Norm kNorm, typename Grad>
-__device__ void check_chunk(void* address, const Chunk& chunk, const float* grad_scale, bool& bad, float& norm) {
+__device__ void check_chunk(void* address, const Chunk& chunk, const float* grad_scale, bool& bad,
+                            float& norm) {
   Grad* grad = static_cast<Grad*>(address) + chunk.begin;
   float grads[kVecsPerThread][kVecSize];
 #pragma unroll
@@ -83,19 +86,26 @@ __device__ void finish(const Arguments& a) {
 }
 
 template <bool kUnscale, Norm kNorm, typename List>
-__global__ void __launch_bounds__(kThreads) check_kernel(const __grid_constant__ List list, const Arguments a) {
+__global__ void __launch_bounds__(kThreads)
+    check_kernel(const __grid_constant__ List list, const Arguments a) {
   const Chunk chunk = list.find(blockIdx.x);
   void* address = list.addresses[chunk.entry][0];
   const bool full = list.aligned[chunk.entry] && chunk.valid_items == kChunkSize;
   bool bad = false;
   float norm = 0;
-#define CHECK(GRAD)                                                                       \
+#define CHECK(GRAD)                                                                        \
   full ? check_chunk<true, kUnscale, kNorm, GRAD>(address, chunk, a.grad_scale, bad, norm) \
        : check_chunk<false, kUnscale, kNorm, GRAD>(address, chunk, a.grad_scale, bad, norm)
   switch (static_cast<c10::ScalarType>(list.dtypes[chunk.entry])) {
-    case c10::kHalf: CHECK(c10::Half); break;
-    case c10::kBFloat16: CHECK(c10::BFloat16); break;
-    default: CHECK(float); break;
+    case c10::kHalf:
+      CHECK(c10::Half);
+      break;
+    case c10::kBFloat16:
+      CHECK(c10::BFloat16);
+      break;
+    default:
+      CHECK(float);
+      break;
   }
 #undef CHECK
 
@@ -116,7 +126,8 @@ __global__ void __launch_bounds__(kThreads) check_kernel(const __grid_constant__
 }
 
 template <bool kUnscale, Norm kNorm>
-void launch_check(const std::vector<ListEntry<1>>& entries, Arguments arguments, cudaStream_t stream) {
+void launch_check(const std::vector<ListEntry<1>>& entries, Arguments arguments,
+                  cudaStream_t stream) {
   launch_lists(entries, [&](const auto& list, uint32_t chunks_before) {
     arguments.chunks_before = chunks_before;
     check_kernel<kUnscale, kNorm><<<list.num_chunks, kThreads, 0, stream>>>(list, arguments);
@@ -153,9 +164,12 @@ void check(const CheckArguments& c) {
                             total_chunks};
   if (c.unscale) return launch_check<true, Norm::kNone>(entries, arguments, stream);
   switch (c.norm_type) {
-    case Norm::kNone: return launch_check<false, Norm::kNone>(entries, arguments, stream);
-    case Norm::kL2: return launch_check<false, Norm::kL2>(entries, arguments, stream);
-    case Norm::kInf: return launch_check<false, Norm::kInf>(entries, arguments, stream);
+    case Norm::kNone:
+      return launch_check<false, Norm::kNone>(entries, arguments, stream);
+    case Norm::kL2:
+      return launch_check<false, Norm::kL2>(entries, arguments, stream);
+    case Norm::kInf:
+      return launch_check<false, Norm::kInf>(entries, arguments, stream);
   }
 }
 

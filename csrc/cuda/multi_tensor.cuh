@@ -1,5 +1,6 @@
 // The engine: one launch walks a list of tensors, one block a chunk. The list travels in the
-// kernel's parameters, so a step needs no copy to the device and a captured graph holds it by value.
+// kernel's parameters, so a step needs no copy to the device and a captured graph holds it by
+// value.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -33,7 +34,9 @@ struct ListEntry {  // tensors that are walked together: the same elements of ea
   int dtypes;    // the op's own code for the combination of dtypes
   bool aligned;  // every address allows accesses of kVecSize elements
 
-  uint32_t num_chunks() const { return static_cast<uint32_t>((numel + kChunkSize - 1) / kChunkSize); }
+  uint32_t num_chunks() const {
+    return static_cast<uint32_t>((numel + kChunkSize - 1) / kChunkSize);
+  }
 };
 
 struct Chunk {
@@ -45,7 +48,8 @@ struct Chunk {
 template <int kAddresses, size_t kBytes>
 struct TensorList {
   static constexpr int kCapacity =
-      (kBytes - 2 * sizeof(int)) / (kAddresses * sizeof(void*) + sizeof(int64_t) + sizeof(uint32_t) + 2);
+      (kBytes - 2 * sizeof(int)) /
+      (kAddresses * sizeof(void*) + sizeof(int64_t) + sizeof(uint32_t) + 2);
 
   void* addresses[kCapacity][kAddresses];
   int64_t numel[kCapacity];
@@ -57,8 +61,9 @@ struct TensorList {
 
   __device__ Chunk find(uint32_t chunk) const {
     int entry = 0;  // the last one that begins at or before `chunk`, found bit by bit
+#pragma unroll
     for (int bit = 1 << 30; bit > 0; bit /= 2) {
-      if (bit >= kCapacity) continue;  // the unrolled loop begins at the capacity's highest bit
+      if (bit >= kCapacity) continue;  // unrolled, this leaves the bits that an index can have
       if (entry + bit < size && first_chunk[entry + bit] <= chunk) entry += bit;
     }
     const int64_t begin = static_cast<int64_t>(chunk - first_chunk[entry]) * kChunkSize;
@@ -105,8 +110,8 @@ template <int kAddresses>
 uint32_t count_chunks(const std::vector<ListEntry<kAddresses>>& entries) {
   uint64_t chunks = 0;
   for (const auto& entry : entries) chunks += entry.num_chunks();
-  TORCH_CHECK(chunks <= INT32_MAX, "mixprec: one call takes at most ", int64_t{INT32_MAX} * kChunkSize,
-              " elements; split the parameters into groups");
+  TORCH_CHECK(chunks <= INT32_MAX, "mixprec: one call takes at most ",
+              int64_t{INT32_MAX} * kChunkSize, " elements; split the parameters into groups");
   return static_cast<uint32_t>(chunks);
 }
 
@@ -121,7 +126,8 @@ struct alignas(kVecSize * sizeof(T)) Vec {
 
 // Elements [i, i + kVecSize) as fp32; 0 past valid_items. kFull: whole and aligned, one access.
 template <bool kFull, typename T>
-__device__ __forceinline__ void load_f32(float (&out)[kVecSize], const T* data, int i, int valid_items) {
+__device__ __forceinline__ void load_f32(float (&out)[kVecSize], const T* data, int i,
+                                         int valid_items) {
   Vec<T> vec{};
   if constexpr (kFull) {
     vec = *reinterpret_cast<const Vec<T>*>(data + i);
@@ -136,7 +142,8 @@ __device__ __forceinline__ void load_f32(float (&out)[kVecSize], const T* data, 
 }
 
 template <bool kFull, typename T>
-__device__ __forceinline__ void store_f32(T* data, const float (&in)[kVecSize], int i, int valid_items) {
+__device__ __forceinline__ void store_f32(T* data, const float (&in)[kVecSize], int i,
+                                          int valid_items) {
   Vec<T> vec;
 #pragma unroll
   for (int k = 0; k < kVecSize; ++k) vec.items[k] = static_cast<T>(in[k]);

@@ -1,6 +1,6 @@
-// One SGD step over a list of parameters, fp32 ones and half ones with an fp32 master, in one launch.
-// Moves 20 bytes a parameter (fp32: g, p, m read, p, m written; half: g, p, m, master read, p, m,
-// master written).
+// One SGD step over a list of parameters, fp32 ones and half ones with an fp32 master, in one
+// launch. Moves 20 bytes a parameter (fp32: g, p, m read, p, m written; half: g, p, m, master read,
+// p, m, master written).
 #include "multi_tensor.cuh"
 
 namespace mixprec::cuda {
@@ -59,15 +59,25 @@ __global__ void __launch_bounds__(kThreads)
   const Chunk chunk = list.find(list.num_chunks - 1 - blockIdx.x);
   const auto& addresses = list.addresses[chunk.entry];
   const bool full = list.aligned[chunk.entry] && chunk.valid_items == kChunkSize;
-#define STEP(PARAM, GRAD)                                                        \
-  full ? step_chunk<true, PARAM, GRAD>(addresses, chunk, constants, scalars)     \
+#define STEP(PARAM, GRAD)                                                    \
+  full ? step_chunk<true, PARAM, GRAD>(addresses, chunk, constants, scalars) \
        : step_chunk<false, PARAM, GRAD>(addresses, chunk, constants, scalars)
   switch (list.dtypes[chunk.entry]) {
-    case kFloat: STEP(float, float); break;
-    case kHalf: STEP(c10::Half, c10::Half); break;
-    case kHalfFloatGrad: STEP(c10::Half, float); break;
-    case kBFloat16: STEP(c10::BFloat16, c10::BFloat16); break;
-    case kBFloat16FloatGrad: STEP(c10::BFloat16, float); break;
+    case kFloat:
+      STEP(float, float);
+      break;
+    case kHalf:
+      STEP(c10::Half, c10::Half);
+      break;
+    case kHalfFloatGrad:
+      STEP(c10::Half, float);
+      break;
+    case kBFloat16:
+      STEP(c10::BFloat16, c10::BFloat16);
+      break;
+    case kBFloat16FloatGrad:
+      STEP(c10::BFloat16, float);
+      break;
   }
 #undef STEP
 }
@@ -75,9 +85,12 @@ __global__ void __launch_bounds__(kThreads)
 Dtypes dtypes_of(const SgdData& data) {
   const bool float_grad = data.grad.dtype == c10::kFloat;
   switch (data.param.dtype) {
-    case c10::kHalf: return float_grad ? kHalfFloatGrad : kHalf;
-    case c10::kBFloat16: return float_grad ? kBFloat16FloatGrad : kBFloat16;
-    default: return kFloat;
+    case c10::kHalf:
+      return float_grad ? kHalfFloatGrad : kHalf;
+    case c10::kBFloat16:
+      return float_grad ? kBFloat16FloatGrad : kBFloat16;
+    default:
+      return kFloat;
   }
 }
 
@@ -98,7 +111,8 @@ void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& para
   count_chunks(entries);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   launch_lists(entries, [&](const auto& list, uint32_t) {
-    sgd_step_kernel<<<list.num_chunks, kThreads, 0, stream>>>(list, parameters.rounded<float>(), scalars);
+    sgd_step_kernel<<<list.num_chunks, kThreads, 0, stream>>>(list, parameters.rounded<float>(),
+                                                              scalars);
   });
 }
 

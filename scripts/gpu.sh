@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Builds, tests and benchmarks mixprec on a machine with a GPU, torch and nvcc, in one go.
+#
+#   scripts/gpu.sh OUTPUT_FOLDER [build] [test] [sanitize] [step] [train]
+#
+# Without steps: all. `train` takes more arguments for benchmarks/resnet_cifar.py from TRAIN_ARGS.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+output=${1:?usage: scripts/gpu.sh OUTPUT_FOLDER [STEP ...]}
+shift
+mkdir -p "$output"
+read -ra train_args <<<"${TRAIN_ARGS:-}"
+export PYTHONUNBUFFERED=1
+
+step() { printf '\n== %s ==\n' "$1"; date +%T; }
+
+for name in "${@:-build test sanitize step train}"; do for part in $name; do
+  step "$part"
+  case $part in
+    build)
+      python3 -m pip install -q --no-index --no-build-isolation --no-deps --force-reinstall . ;;
+    test)
+      pytest -q -rs --durations=15 2>&1 | tee "$output/pytest.log" ;;
+    sanitize)
+      # mixprec's kernels alone: torch's own are not under test, and reading what they leave is slow.
+      for tool in memcheck racecheck initcheck; do
+        compute-sanitizer --tool "$tool" --kernel-regex kns=mixprec --error-exitcode 1 \
+          pytest -q -x -k cuda tests/test_layouts.py tests/test_clip.py 2>&1 |
+          tee "$output/$tool.log" | tail -n 8
+      done ;;
+    step)
+      python3 benchmarks/optimizer_step.py --models resnet18,resnet50,vit_l_16,transformer_1b,small_tensors \
+        --output "$output/step.json" 2>&1 | tee "$output/step.log"
+      python3 benchmarks/optimizer_step.py --models resnet18,vit_l_16 --clip 1.0 \
+        --output "$output/clip.json" 2>&1 | tee "$output/clip.log" ;;
+    train)
+      python3 benchmarks/resnet_cifar.py --out "$output/train" "${train_args[@]}" 2>&1 | tee "$output/train.log" ;;
+    *) echo "unknown step: $part" >&2; exit 2 ;;
+  esac
+done; done

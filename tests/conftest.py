@@ -1,0 +1,23 @@
+"""Set-up of the whole suite: helper modules, markers, the hypothesis profile."""
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+
+# --import-mode=importlib puts nothing on sys.path; spawned processes get it from here too.
+sys.path.insert(0, str(Path(__file__).parent))
+
+# What cuBLAS needs for the same bits on every run; read when it is loaded.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# The same examples on every run; what fails prints how to repeat it.
+hypothesis.settings.register_profile(
+    "mixprec", deadline=None, derandomize=True, max_examples=60, print_blob=True
+)
+hypothesis.settings.load_profile("mixprec")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "large: needs several GiB of memory")
