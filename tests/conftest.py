@@ -6,6 +6,10 @@ from pathlib import Path
 
 import hypothesis
 
+# `python -m pytest` puts the checkout on sys.path, whose mixprec/ has no compiled module.
+root = Path(__file__).parents[1]
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
+
 # --import-mode=importlib puts nothing on sys.path; spawned processes get it from here too.
 sys.path.insert(0, str(Path(__file__).parent))
 
