@@ -66,6 +66,16 @@ def default_architectures(torch, nvcc):
     return ";".join(f"{n // 10}.{n % 10}" for n in sorted(known) if 70 <= n <= 120) + "+PTX"
 
 
+def shared_libstdcxx():
+    """Returns the linker's arguments for torch's own C++ library.
+
+    A compiler without libstdc++.so links libstdc++.a: a second copy beside the one that torch
+    loaded, and the two crash over each other's locales when an error message is formatted.
+    """
+    found = output_of(*os.environ["CXX"].split(), "-print-file-name=libstdc++.so").strip()
+    return [] if os.path.isabs(found) else ["-l:libstdc++.so.6"]
+
+
 def setup_with(torch):
     nvcc = find_nvcc(torch)
     from torch.utils import cpp_extension  # reads CUDA_HOME
@@ -90,6 +100,7 @@ def setup_with(torch):
             if not shutil.which(os.environ.setdefault("CXX", "c++").split()[0]):
                 sys.exit(f"mixprec: no C++ compiler {os.environ['CXX']}: install g++, or set CXX")
             print(f"mixprec: torch {torch.__version__}, backends: {backends}", file=sys.stderr)
+            self.extensions[0].extra_link_args += shared_libstdcxx()
             super().run()
             # what `import mixprec` compares with the torch it meets
             built_with = f"TORCH = {str(torch.__version__)!r}\nCUDA = {torch.version.cuda!r}\n"

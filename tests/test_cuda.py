@@ -120,6 +120,7 @@ def test_three_launches(clip):
         torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
     names = [event.name for event in profile.events() if event.device_type == on_device]
+    names = [name for name in names if "Optimizer.step#" not in name]  # a mark on the time line
     assert len(names) == 3, names
     kernels = ("check_kernel", "sgd_step_kernel", "update_scale")
     for kernel, name in zip(kernels, names, strict=True):

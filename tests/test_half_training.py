@@ -9,7 +9,7 @@ from helpers import assert_same_bits, on_devices
 
 import mixprec
 
-SGD_OPTIONS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True}
+SGD_OPTIONS = {"lr": 0.001, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True}
 STEPS = 50
 CPU_RESNET_STEPS = 8  # bf16 convolutions take seconds each on a CPU without bf16 units
 
