@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 # `python -m pytest` puts the checkout on sys.path, whose mixprec/ has no compiled module.
 root = Path(__file__).parents[1]
@@ -25,3 +26,12 @@ hypothesis.settings.load_profile("mixprec")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "large: needs several GiB of memory")
+
+
+@pytest.fixture(scope="module")
+def poisoned():
+    """Fresh memory holds garbage: what an op does not write shows."""
+    from helpers import poisoned_memory
+
+    with poisoned_memory():
+        yield

@@ -10,17 +10,12 @@ from helpers import (
     bits,
     on_devices,
     params_of,
-    poisoned_memory,
     torch_twin,
     train,
     upcast,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned():
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @on_devices

@@ -13,7 +13,6 @@ from helpers import (
     assert_same_training,
     on_devices,
     params_of,
-    poisoned_memory,
     random_steps,
     random_tensor,
     scaler_pair,
@@ -26,11 +25,7 @@ from hypothesis import given
 
 import mixprec
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned():
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def make_params(generator, shapes_and_dtypes, device):

@@ -11,7 +11,6 @@ from helpers import (
     assert_same_training,
     on_devices,
     params_of,
-    poisoned_memory,
     random_steps,
     random_tensor,
     scaler_pair,
@@ -22,11 +21,7 @@ from helpers import (
 
 import mixprec
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned():
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def make_params(device, count=3, seed=0):
