@@ -1,6 +1,7 @@
 // The module mixprec._C: reads gradients and state out of an optimizer's Python objects, checks
-// them, and calls the backend of their device. The only file that knows Python, and the only one
-// that knows whether CUDA was built. Everything is checked before the first tensor is written.
+// them, and calls the backend of their device. With guards.cpp the only file that knows Python, and
+// the only one that knows whether CUDA was built. Everything is checked before the first tensor is
+// written.
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/DeviceGuard.h>
@@ -8,6 +9,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "guards.h"
 #include "ops.h"
 
 namespace py = pybind11;
@@ -218,6 +220,51 @@ SgdHyperparameters hyperparameters_of(const py::dict& group) {
           flag_of(group, "nesterov")};
 }
 
+// Hyperparameters of an optimizer in device memory, for steps in a CUDA graph: replays read what
+// was stored last. Also keeps the host's values, so that a step need not read a tensor lr back.
+class DeviceHyperparameters {
+ public:
+  explicit DeviceHyperparameters(const py::list& param_groups) {
+    for (const auto& group : param_groups) {
+      auto& by_device = constants_.emplace_back();
+      for (const auto& object : py::cast<py::list>(py::cast<py::dict>(group)["params"])) {
+        const at::Device device = py::cast<Tensor>(object).device();
+        if (!device.is_cuda() || of_device(by_device, device).defined()) continue;
+        const auto bytes = at::TensorOptions().device(device).dtype(at::kByte);
+        of_device(by_device, device) = at::empty({sizeof(SgdConstants<float>)}, bytes);
+      }
+    }
+    host_.resize(constants_.size());
+    store(param_groups);
+  }
+
+  // Stores those of the groups that changed.
+  void store(const py::list& param_groups) {
+    TORCH_CHECK(param_groups.size() == host_.size(), "a parameter group was added or removed");
+    for (size_t group = 0; group < host_.size(); ++group) {
+      const auto now = hyperparameters_of(py::cast<py::dict>(param_groups[group]));
+      if (host_[group] && *host_[group] == now) continue;
+      host_[group] = now;
+      for (const auto& [device, constants] : constants_[group]) {
+        const c10::DeviceGuard guard(device);
+#ifdef WITH_CUDA
+        cuda::store_constants(now, address_of<SgdConstants<float>>(constants));
+#endif
+      }
+    }
+  }
+
+  const SgdHyperparameters& host(size_t group) const { return *host_.at(group); }
+  const SgdConstants<float>* on(const at::Device& device, size_t group) {
+    return device.is_cuda() ? address_of<SgdConstants<float>>(of_device(constants_[group], device))
+                            : nullptr;
+  }
+
+ private:
+  std::vector<std::vector<std::pair<at::Device, Tensor>>> constants_;
+  std::vector<optional<SgdHyperparameters>> host_;
+};
+
 // Momentum that is_unwritten().
 Tensor unwritten_like(const Tensor& param) {
   const bool is_double = param.scalar_type() == at::kDouble;
@@ -274,11 +321,15 @@ struct SgdTensors {  // of one parameter, all with the parameter's order in memo
 // One step of every group. initial_master(param) is the first fp32 value of a half parameter.
 void sgd_step(const py::list& param_groups, const py::object& state,
               const py::object& initial_master, const optional<Tensor>& grad_scale,
-              const optional<Tensor>& found_inf, const optional<Tensor>& norm, double max_norm) {
+              const optional<Tensor>& found_inf, const optional<Tensor>& norm, double max_norm,
+              DeviceHyperparameters* on_device) {
   const c10::NoGradGuard no_grad;
   std::vector<SgdHyperparameters> hyperparameters;
-  for (const auto& group : param_groups)
-    hyperparameters.push_back(hyperparameters_of(py::cast<py::dict>(group)));
+  for (size_t group = 0; group < param_groups.size(); ++group) {
+    hyperparameters.push_back(on_device
+                                  ? on_device->host(group)
+                                  : hyperparameters_of(py::cast<py::dict>(param_groups[group])));
+  }
 
   struct Found {
     PyObject* object;  // of param, which its group holds
@@ -330,9 +381,12 @@ void sgd_step(const py::list& param_groups, const py::object& state,
         params.push_back({data_of(t.param), data_of(t.grad), address_of<void>(t.momentum_buffer),
                           address_of<float>(t.master)});
       }
-      const StepScalars scalars{address_of<float>(scale), address_of<float>(skip),
-                                address_of<float>(clip_norm), static_cast<float>(max_norm),
-                                flag_of(py::cast<py::dict>(param_groups[group]), "maximize")};
+      const StepScalars scalars{address_of<float>(scale),
+                                address_of<float>(skip),
+                                address_of<float>(clip_norm),
+                                static_cast<float>(max_norm),
+                                flag_of(py::cast<py::dict>(param_groups[group]), "maximize"),
+                                on_device ? on_device->on(device, group) : nullptr};
       DISPATCH(device, sgd_step(params, hyperparameters[group], scalars));
       for (const SgdTensors& t : tensors) {
         bump_version(t.param);
@@ -368,8 +422,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("check", &mixprec::check, "param_groups"_a, "grad_scale"_a, "unscale"_a, "norm_type"_a,
              "workspaces"_a);
   module.def("sgd_step", &mixprec::sgd_step, "param_groups"_a, "state"_a, "initial_master"_a,
-             "grad_scale"_a, "found_inf"_a, "norm"_a, "max_norm"_a);
+             "grad_scale"_a, "found_inf"_a, "norm"_a, "max_norm"_a, "device_hyperparameters"_a);
   module.def("update_scale", &mixprec::update_scale, "scale"_a, "growth_tracker"_a, "history"_a,
              "found_inf"_a, "growth_factor"_a, "backoff_factor"_a, "growth_interval"_a,
              "min_scale"_a, "max_scale"_a, "hysteresis"_a);
+  using mixprec::DeviceHyperparameters;
+  pybind11::class_<DeviceHyperparameters>(module, "DeviceHyperparameters")
+      .def(pybind11::init<const pybind11::list&>(), "param_groups"_a)
+      .def("store", &DeviceHyperparameters::store, "param_groups"_a);
+  mixprec::bind_guards(module);
 }

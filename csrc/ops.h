@@ -40,6 +40,11 @@ struct SgdHyperparameters {
   double lr, momentum, dampening, weight_decay;
   bool nesterov;
 
+  bool operator==(const SgdHyperparameters& o) const {
+    return lr == o.lr && momentum == o.momentum && dampening == o.dampening &&
+           weight_decay == o.weight_decay && nesterov == o.nesterov;
+  }
+
   template <typename T>
   SgdConstants<T> rounded() const {
     return {static_cast<T>(-lr),
@@ -58,6 +63,7 @@ struct StepScalars {        // read on the device
   const float* norm;        // of the unscaled gradients; null: no clipping
   float max_norm;           // clip to this norm
   bool maximize;
+  const SgdConstants<float>* constants;  // CUDA: instead of the call's; null: the call's
 
   MIXPREC_RULE GradFactors<float> grad_factors() const {
     const float clip = norm ? clip_coefficient(*norm, max_norm) : 1.0f;
@@ -83,7 +89,10 @@ MIXPREC_DECLARE_OPS
 }
 namespace cuda {
 MIXPREC_DECLARE_OPS
-}
+// What later steps read through StepScalars::constants: a captured step would else keep its own.
+// The values travel by value, so the host may go on.
+void store_constants(const SgdHyperparameters& parameters, SgdConstants<float>* constants);
+}  // namespace cuda
 
 #undef MIXPREC_DECLARE_OPS
 

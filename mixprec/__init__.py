@@ -10,8 +10,9 @@ and the training loop that torch documents for autocast and GradScaler, unchange
 from . import _load  # noqa: F401  first: refuses a torch that the extension was not built for
 from .autocast import autocast
 from .grad_scaler import GradScaler
+from .graphed import graphed
 from .half_weights import full_precision_state_dict, half_weights
 from .sgd import SGD
 
-__all__ = ["SGD", "GradScaler", "autocast", "full_precision_state_dict", "half_weights"]
+__all__ = ["SGD", "GradScaler", "autocast", "full_precision_state_dict", "graphed", "half_weights"]
 __version__ = "0.1.0"

@@ -60,6 +60,8 @@ class SGD(torch.optim.SGD):
     """
 
     _step_supports_amp_scaling = True
+    # graphed's, during a capture: what the captured step reads in place of its param_groups.
+    device_hyperparameters: _C.DeviceHyperparameters | None = None
 
     def __init__(
         self,
@@ -124,6 +126,7 @@ class SGD(torch.optim.SGD):
             getattr(self, "found_inf", None),
             clip.norm if clip else None,
             clip.max_norm if clip else 0.0,
+            self.device_hyperparameters,
         )
         return loss
 

@@ -53,8 +53,9 @@ __device__ void step_chunk(void* const (&addresses)[kNumAddresses], const Chunk&
 
 template <typename List>
 __global__ void __launch_bounds__(kThreads)
-    sgd_step_kernel(const __grid_constant__ List list, const SgdConstants<float> constants,
+    sgd_step_kernel(const __grid_constant__ List list, const SgdConstants<float> host_constants,
                     const StepScalars scalars) {
+  const SgdConstants<float> constants = scalars.constants ? *scalars.constants : host_constants;
   // Backwards, since the check read the gradients forwards: its last ones are still in L2.
   const Chunk chunk = list.find(list.num_chunks - 1 - blockIdx.x);
   const auto& addresses = list.addresses[chunk.entry];
@@ -80,6 +81,11 @@ __global__ void __launch_bounds__(kThreads)
       break;
   }
 #undef STEP
+}
+
+__global__ void store_constants_kernel(const SgdConstants<float> values,
+                                       SgdConstants<float>* constants) {
+  *constants = values;
 }
 
 Dtypes dtypes_of(const SgdData& data) {
@@ -114,6 +120,12 @@ void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& para
     sgd_step_kernel<<<list.num_chunks, kThreads, 0, stream>>>(list, parameters.rounded<float>(),
                                                               scalars);
   });
+}
+
+void store_constants(const SgdHyperparameters& parameters, SgdConstants<float>* constants) {
+  store_constants_kernel<<<1, 1, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      parameters.rounded<float>(), constants);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace mixprec::cuda

@@ -1,0 +1,148 @@
+// What mixprec/graphed.py asks before and after each replay, in C++ because a replay takes as long
+// as a Python loop over a hundred parameters: is everything still where the graph was captured?
+#include "guards.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/hash.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace mixprec {
+namespace {
+
+using at::Tensor;
+
+class Fingerprint {
+ public:
+  // Memory and identity go into `addresses`: a graph captured with others is stale for good. Values
+  // go into `modes`: a graph for other ones may be wanted again (train and eval).
+  size_t addresses = 0, modes = 0;
+
+  void add(PyObject* object, int depth = 0) {
+    if (object == nullptr) return mode(0);
+    if (PyBool_Check(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
+        PyUnicode_CheckExact(object)) {
+      return mode(static_cast<size_t>(PyObject_Hash(object)));
+    }
+    if (depth < kMaxDepth && PyDict_Check(object)) {
+      PyObject *key, *value;
+      Py_ssize_t position = 0;
+      address(static_cast<size_t>(PyDict_Size(object)));
+      while (PyDict_Next(object, &position, &key, &value)) {
+        address(PyUnicode_CheckExact(key) ? static_cast<size_t>(PyObject_Hash(key))
+                                          : reinterpret_cast<size_t>(key));
+        add(value, depth + 1);
+      }
+    } else if (depth < kMaxDepth && (PyList_Check(object) || PyTuple_Check(object))) {
+      address(static_cast<size_t>(PySequence_Fast_GET_SIZE(object)));
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+        add(PySequence_Fast_GET_ITEM(object, i), depth + 1);
+      }
+    } else if (PyType_IsSubtype(Py_TYPE(object),
+                                reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+      add(THPVariable_Unpack(object));  // THPVariable_Check asks the metaclass of all others
+    } else {
+      address(reinterpret_cast<size_t>(object));
+    }
+  }
+
+ private:
+  static constexpr int kMaxDepth = 6;  // of nested containers, which may hold themselves
+
+  void address(size_t x) { addresses = c10::hash_combine(addresses, x); }
+  void mode(size_t x) { modes = c10::hash_combine(modes, x); }
+
+  void add(const Tensor& tensor) {
+    address(reinterpret_cast<size_t>(tensor.unsafeGetTensorImpl()));
+    mode(tensor.requires_grad());
+    if (tensor.layout() != at::kStrided || !tensor.has_storage()) return;
+    address(reinterpret_cast<size_t>(tensor.const_data_ptr()));
+    address(static_cast<size_t>(tensor.scalar_type()));
+    for (const int64_t size : tensor.sizes()) address(size);
+    for (const int64_t stride : tensor.strides()) address(stride);
+  }
+};
+
+// A name is a str, or (str,) where only whether the value is true counts.
+void add_values(Fingerprint& result, PyObject* dict, PyObject* names) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    PyObject* name = PyTuple_GET_ITEM(names, i);
+    if (PyTuple_Check(name)) {
+      PyObject* value = PyDict_GetItemWithError(dict, PyTuple_GET_ITEM(name, 0));
+      result.add(value != nullptr && PyObject_IsTrue(value) == 1 ? Py_True : Py_False);
+    } else {
+      result.add(PyDict_GetItemWithError(dict, name));
+    }
+  }
+}
+
+// Of (cell, ()): what the cell holds. Of (dict, names): the values of these names. Of (dict, list's
+// name, names): the values of these names in each dict of the list.
+std::pair<size_t, size_t> fingerprint(const py::list& watched) {
+  Fingerprint result;
+  for (const auto& item : watched) {
+    const auto entry = py::reinterpret_borrow<py::tuple>(item);
+    PyObject* container = entry[0].ptr();
+    if (PyCell_Check(container)) {
+      result.add(PyCell_GET(container));
+    } else if (entry.size() == 2) {
+      add_values(result, container, entry[1].ptr());
+    } else {
+      for (const auto& dict : py::cast<py::list>(py::cast<py::dict>(entry[0])[entry[1]])) {
+        add_values(result, dict.ptr(), entry[2].ptr());
+      }
+    }
+  }
+  return {result.addresses, result.modes};
+}
+
+// What one graph asks of its parameters' gradients before a replay, and leaves in them after it.
+class Gradients {
+ public:
+  Gradients(std::vector<Tensor> params, std::vector<std::optional<Tensor>> before,
+            const std::vector<Tensor>& written)
+      : params_(std::move(params)), written_(written) {
+    for (size_t i = 0; i < params_.size(); ++i) {
+      before_.push_back(before[i].value_or(Tensor()));
+      after_.push_back(params_[i].grad());
+    }
+  }
+
+  // A gradient that the function threw away (zero_grad) may be any now. One that was not there, or
+  // that it added to, must be the same again.
+  bool match() const {
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const bool thrown_away = before_[i].defined() && !before_[i].is_same(after_[i]);
+      if (!thrown_away && !params_[i].grad().is_same(before_[i])) return false;
+    }
+    return true;
+  }
+
+  // Gradients as the captured call left them, and the versions of what a replay has written.
+  void restore() {
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (!params_[i].grad().is_same(after_[i])) params_[i].mutable_grad() = after_[i];
+    }
+    for (const Tensor& tensor : written_) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+
+ private:
+  std::vector<Tensor> params_, before_, after_, written_;
+};
+
+}  // namespace
+
+void bind_guards(py::module_& module) {
+  using namespace pybind11::literals;
+  module.def("fingerprint", &fingerprint, "watched"_a);
+  py::class_<Gradients>(module, "Gradients")
+      .def(py::init<std::vector<Tensor>, std::vector<std::optional<Tensor>>,
+                    const std::vector<Tensor>&>(),
+           "params"_a, "before"_a, "written"_a)
+      .def("match", &Gradients::match)
+      .def("restore", &Gradients::restore);
+}
+
+}  // namespace mixprec
