@@ -48,8 +48,8 @@ def graphed(function: Any = None, *, enabled: bool = True, max_graphs: int = 8) 
     A graph is kept for each combination of shapes, dtypes and layouts of the tensors passed, of
     other arguments' values, of ``train()``/``eval()``, ``requires_grad`` and of Python numbers that
     the function refers to. Past ``max_graphs`` of them, calls with further ones run as usual.
-    Models, optimizers, scalers and tensors that the function reaches by its arguments, its
-    owner (``self``), its closure and its globals are watched: where one was replaced, moved or loaded
+    Models, optimizers, scalers and tensors that the function reaches by its arguments, its owner
+    (``self``), its closure and its globals are watched: where one was replaced, moved or loaded
     into other memory, the next call runs as usual and the one after it captures anew.
 
     What to know:
