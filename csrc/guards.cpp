@@ -21,7 +21,7 @@ class Fingerprint {
   size_t addresses = 0, modes = 0;
 
   void add(PyObject* object, int depth = 0) {
-    if (object == nullptr) return mode(0);
+    if (object == nullptr || object == Py_None) return mode(0);
     if (PyBool_Check(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
         PyUnicode_CheckExact(object)) {
       return mode(static_cast<size_t>(PyObject_Hash(object)));
@@ -31,8 +31,7 @@ class Fingerprint {
       Py_ssize_t position = 0;
       address(static_cast<size_t>(PyDict_Size(object)));
       while (PyDict_Next(object, &position, &key, &value)) {
-        address(PyUnicode_CheckExact(key) ? static_cast<size_t>(PyObject_Hash(key))
-                                          : reinterpret_cast<size_t>(key));
+        address(reinterpret_cast<size_t>(key));
         add(value, depth + 1);
       }
     } else if (depth < kMaxDepth && (PyList_Check(object) || PyTuple_Check(object))) {
@@ -55,13 +54,14 @@ class Fingerprint {
   void mode(size_t x) { modes = c10::hash_combine(modes, x); }
 
   void add(const Tensor& tensor) {
-    address(reinterpret_cast<size_t>(tensor.unsafeGetTensorImpl()));
     mode(tensor.requires_grad());
-    if (tensor.layout() != at::kStrided || !tensor.has_storage()) return;
-    address(reinterpret_cast<size_t>(tensor.const_data_ptr()));
-    address(static_cast<size_t>(tensor.scalar_type()));
-    for (const int64_t size : tensor.sizes()) address(size);
-    for (const int64_t stride : tensor.strides()) address(stride);
+    size_t own = reinterpret_cast<size_t>(tensor.unsafeGetTensorImpl());
+    if (tensor.layout() == at::kStrided && tensor.has_storage()) {
+      own = own * 31 + reinterpret_cast<size_t>(tensor.const_data_ptr());
+      own = own * 31 + static_cast<size_t>(tensor.scalar_type());
+      for (const int64_t stride : tensor.strides()) own = own * 31 + stride;
+    }
+    address(own);
   }
 };
 
@@ -78,20 +78,22 @@ void add_values(Fingerprint& result, PyObject* dict, PyObject* names) {
   }
 }
 
-// Of (cell, ()): what the cell holds. Of (dict, names): the values of these names. Of (dict, list's
-// name, names): the values of these names in each dict of the list.
+// Of (cell,): what the cell holds. Of (dict,): all values. Of (dict, names): the values of these
+// names. Of (dict, list's name, names): the values of these names in each dict of the list.
 std::pair<size_t, size_t> fingerprint(const py::list& watched) {
   Fingerprint result;
   for (const auto& item : watched) {
-    const auto entry = py::reinterpret_borrow<py::tuple>(item);
-    PyObject* container = entry[0].ptr();
-    if (PyCell_Check(container)) {
-      result.add(PyCell_GET(container));
-    } else if (entry.size() == 2) {
-      add_values(result, container, entry[1].ptr());
+    PyObject* entry = item.ptr();
+    PyObject* container = PyTuple_GET_ITEM(entry, 0);
+    const auto size = PyTuple_GET_SIZE(entry);
+    if (size == 1) {
+      result.add(PyCell_Check(container) ? PyCell_GET(container) : container);
+    } else if (size == 2) {
+      add_values(result, container, PyTuple_GET_ITEM(entry, 1));
     } else {
-      for (const auto& dict : py::cast<py::list>(py::cast<py::dict>(entry[0])[entry[1]])) {
-        add_values(result, dict.ptr(), entry[2].ptr());
+      const auto dicts = PyDict_GetItemWithError(container, PyTuple_GET_ITEM(entry, 1));
+      for (const auto& dict : py::reinterpret_borrow<py::list>(dicts)) {
+        add_values(result, dict.ptr(), PyTuple_GET_ITEM(entry, 2));
       }
     }
   }

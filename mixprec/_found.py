@@ -83,7 +83,7 @@ class Found:
         self.watched.append((function.__globals__, names))
         self.visit_all(function.__globals__[name] for name in names)
         for cell in function.__closure__ or ():
-            self.watched.append((cell, ()))
+            self.watched.append((cell,))
             with contextlib.suppress(ValueError):  # not filled yet
                 self.visit_all((cell.cell_contents,))
         self.visit_all(function.__defaults__ or ())
@@ -92,7 +92,9 @@ class Found:
 
     def visit_module(self, module: nn.Module) -> None:
         self._seen.add(id(module))
-        self.watched.append((vars(module), _MODULE_NAMES))
+        self.watched.append((vars(module), ("training",)))
+        for tensors_or_modules in (module._parameters, module._buffers, module._modules):
+            self.watched.append((tensors_or_modules,))
         self.visit_all(module._parameters.values())
         self.visit_all(module._buffers.values())
         self.visit_attributes(vars(module))
@@ -133,7 +135,6 @@ _LEADING = (
     functools.partial,
 )
 _NOT_USERS = {"torch", "torchvision", "mixprec", "builtins", "numpy"}
-_MODULE_NAMES = ("training", "_parameters", "_buffers", "_modules")
 _MODULES_OWN = frozenset(vars(nn.Module()))
 _SCALER_NAMES = (
     "_scale",

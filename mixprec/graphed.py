@@ -152,8 +152,7 @@ class _Runner:
         if device is None:
             return self.function(*args, **kwargs)
         addresses, modes = _C.fingerprint(found.watched)
-        key = (spec, modes, device, torch.is_grad_enabled(), *_autocast_state())
-        key += tuple(map(_signature, leaves))
+        key = (spec, modes, *_state(device), *map(_signature, leaves))
         is_stable = addresses == self.addresses
         if not is_stable:
             self.graphs.clear()
@@ -169,8 +168,9 @@ class _Runner:
                     return captured.replay(leaves)
             if len(self.calls) > 1000:
                 self.calls.clear()
-            self.calls[key] = calls + 1
-            return self.call(leaves, spec, device, is_stable)
+            result, modes = self.call(leaves, spec, device, is_stable)
+            self.calls[(spec, modes, *key[2:])] = calls + 1
+            return result
 
     def remember(self, leaves: list[Any]) -> None:
         new = [x for x in leaves if not isinstance(x, Tensor) and is_interesting(x)]
@@ -202,12 +202,14 @@ class _Runner:
 
     def call(
         self, leaves: list[Any], spec: TreeSpec | None, device: torch.device, is_stable: bool
-    ) -> Any:
-        """The function itself, on the stream of the captures: autograd remembers streams."""
+    ) -> tuple[Any, int]:
+        """The function itself, on the stream of the captures: autograd remembers streams.
+
+        Returns its result, and the modes after it: what was made inside counts in them.
+        """
         assert self.found is not None
         before = _C.fingerprint(self.found.watched)[0]
         learning_rates = self.learning_rates()
-        known = len(self.optimizers)
         hook = register_optimizer_step_pre_hook(
             lambda optimizer, *_: self.optimizers.setdefault(optimizer)
         )
@@ -217,21 +219,22 @@ class _Runner:
                 result = self.function(*args, **kwargs)
         finally:
             hook.remove()
+        known = len(learning_rates)
         if len(self.optimizers) > known or _C.fingerprint(self.found.watched)[0] != before:
             self.search()
-        self.addresses = _C.fingerprint(self.found.watched)[0]
+        self.addresses, modes = _C.fingerprint(self.found.watched)
         self.unstable = self.unstable + 1 if self.addresses != before or not is_stable else 0
         if self.unstable == _UNSTABLE and not self.refusal:
             self.refuse(
                 "what it refers to is replaced or grows at every call (a weight, a state, a list "
                 "of tensors)"
             )
-        if not self.refusal and known and learning_rates != self.learning_rates():
+        if not self.refusal and learning_rates != self.learning_rates()[:known]:
             self.refuse("it changes a learning rate; step the scheduler outside, after it")
-        return _detached(result)
+        return _detached(result), modes
 
-    def learning_rates(self) -> list[Any]:
-        return [group["lr"] for opt in self.optimizers for group in opt.param_groups]
+    def learning_rates(self) -> list[list[Any]]:
+        return [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
 
     @contextmanager
     def side_stream(self, device: torch.device) -> Iterator[None]:
@@ -328,10 +331,9 @@ class _Graph:
         return tree_unflatten(outputs, self.spec)
 
 
-def _autocast_state() -> tuple[Any, ...]:
-    if not torch.is_autocast_enabled("cuda"):
-        return (None,)
-    return (torch.get_autocast_dtype("cuda"),)
+def _state(device: torch.device) -> tuple[Any, ...]:
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    return device, torch.is_grad_enabled(), autocast
 
 
 def _signature(leaf: Any) -> Any:
