@@ -13,9 +13,20 @@ import torch
 from _config import BenchmarkError, Config
 from _data import ImageSet, Source, progress_bar
 from rich.console import Console
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
+try:
+    from mixprec import prefetch
+except ImportError:  # the modes of torch alone run without it
+
+    def prefetch(loader: DataLoader, device: torch.device) -> Iterator:
+        for x, y in loader:
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+
+MAX_SHIFT = 4  # pixels, of --augment
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
@@ -32,6 +43,7 @@ class DeviceBatches:
                     progress.update(bar, completed=index)
         self.images = torch.from_numpy(images).to(device)  # NHWC
         self.labels = split.labels.to(device)
+        self.rows, self.columns = (torch.arange(n, device=device) for n in split.size)
         self.mean = 255 * torch.tensor(MEAN, device=device).view(3, 1, 1)
         self.inverse_std = 1 / (255 * torch.tensor(STD, device=device).view(3, 1, 1))
 
@@ -39,14 +51,32 @@ class DeviceBatches:
         return len(self.labels)
 
     def __call__(
-        self, order: torch.Tensor, batch_size: int, memory_format: torch.memory_format
+        self,
+        order: torch.Tensor,
+        batch_size: int,
+        memory_format: torch.memory_format,
+        shifts: torch.Tensor | None = None,
     ) -> Iterator:
+        if shifts is not None:
+            shifts = shifts.to(self.images.device)
         for indices in order.to(self.images.device).split(batch_size):
-            pixels = self.images[indices].permute(0, 3, 1, 2)
+            pixels = self.images[indices]
+            if shifts is not None:
+                pixels = self.shifted(pixels, shifts[indices])
+            pixels = pixels.permute(0, 3, 1, 2)
             # Straight into the mode's layout, so that no mode pays for a conversion.
             x = torch.empty(pixels.shape, device=pixels.device, memory_format=memory_format)
             torch.sub(pixels, self.mean, out=x)
             yield x.mul_(self.inverse_std), self.labels[indices]
+
+    def shifted(self, pixels: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
+        """Each image moved and mirrored, black where it moved away from, by one gather."""
+        down, right, mirrored = (column[:, None] for column in shifts.unbind(1))
+        columns = torch.where(mirrored.bool(), self.columns.flip(0), self.columns)
+        rows = (self.rows - down + MAX_SHIFT)[:, :, None]
+        columns = (columns - right + MAX_SHIFT)[:, None, :]
+        padded = F.pad(pixels, (0, 0, *(MAX_SHIFT,) * 4))
+        return padded[torch.arange(len(pixels), device=pixels.device)[:, None, None], rows, columns]
 
 
 class LoaderBatches:
@@ -62,8 +92,13 @@ class LoaderBatches:
         return len(self.split)
 
     def __call__(
-        self, order: torch.Tensor, batch_size: int, memory_format: torch.memory_format
+        self,
+        order: torch.Tensor,
+        batch_size: int,
+        memory_format: torch.memory_format,
+        shifts: torch.Tensor | None = None,
     ) -> Iterator:
+        self.split.shifts = shifts
         loader = DataLoader(
             self.split,
             batch_size,
@@ -76,9 +111,8 @@ class LoaderBatches:
             generator=torch.Generator().manual_seed(0),
         )
         try:
-            for x, y in loader:
-                x = x.to(self.device, memory_format=memory_format, non_blocking=True)
-                yield x, y.to(self.device, non_blocking=True)
+            for x, y in prefetch(loader, self.device):
+                yield x.contiguous(memory_format=memory_format), y
         except BenchmarkError as error:  # a worker's comes with its traceback in the text
             # The frames hold the loader in a cycle, and one freed by gc waits 10 s for its workers.
             traceback.clear_frames(error.__traceback__)

@@ -23,7 +23,9 @@ class BenchmarkError(Exception):
 class Config:
     """What a run depends on. None means: decided by `resolve_device_defaults` or by the data."""
 
-    modes: list[str] = field(default_factory=lambda: list(MODES))
+    modes: list[str] = field(
+        default_factory=lambda: [name for name, mode in MODES.items() if mode.is_default]
+    )
     seeds: list[int] = field(default_factory=lambda: [0])
     model: str = "resnet18"
     epochs: int | None = None
@@ -36,10 +38,12 @@ class Config:
     dtype: str | None = None
     channels_last: bool | None = None
     compile: bool = False
+    graph: bool = True
     deterministic: bool = False
     data: str | None = None
     loader: str | None = None
     workers: int = 2
+    augment: bool = False
     train_limit: int | None = None
     image_size: int | None = None
     tensorboard: bool = False
@@ -99,7 +103,7 @@ def build_parser() -> Parser:
         choices=MODES,
         metavar="MODE",
         help="; ".join(f"{name}: {mode.summary}" for name, mode in MODES.items())
-        + " (default: all)",
+        + " (default: fp32 amp mixprec)",
     )
     add(
         "--seeds",
@@ -121,6 +125,11 @@ def build_parser() -> Parser:
         help="memory format of every mode (default: contiguous, but see --modes)",
     )
     add("--compile", action="store_true", help="torch.compile the model, in every mode")
+    add(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="of mixprec on CUDA: the whole step as one graph replay (default: on)",
+    )
     add(
         "--deterministic",
         action="store_true",
@@ -156,6 +165,11 @@ def build_parser() -> Parser:
         choices=("device", "torch"),
         help="device: all images on the device as uint8, normalised there; torch: a DataLoader "
         "with ToTensor and Normalize (default: device where the data fits)",
+    )
+    add(
+        "--augment",
+        action="store_true",
+        help="shift images by up to 4 pixels and mirror half of them, anew in each epoch",
     )
     add("--workers", type=at_least(0), metavar="N", help="processes of --loader torch (default: 2)")
     add(

@@ -40,12 +40,18 @@ class ImageSet(Dataset):
         self.size = size  # height, width that `open` returns
         self.resize = resize
         self.transform: Callable | None = None
+        self.shifts: torch.Tensor | None = None  # see Training.shifts
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int):
         image = self.open(index)
+        if self.shifts is not None:
+            down, right, mirrored = self.shifts[index].tolist()
+            # `transform` takes from x + 1 * column + right: black beyond the edges
+            left = (1, 0, -right) if not mirrored else (-1, 0, image.width - right)
+            image = image.transform(image.size, Image.Transform.AFFINE, (*left, 0, 1, -down))
         return self.transform(image) if self.transform else image, self.labels[index]
 
     def open(self, index: int) -> Image.Image:

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _batches import MAX_SHIFT
 from _config import BenchmarkError, Config
 from _modes import build
 
+# Iterations until cuDNN's search for algorithms is over. A graph is captured after them: its memory
+# counts as allocated then, and no longer while replays use it.
+MEMORY_WARM_UP = 3
 REPORT_SECONDS = 0.5  # how often the loop reads a loss back, which waits for the device
 
 
@@ -79,16 +83,23 @@ class Training:
         if config.compile:
             torch.compiler.reset()
         self.setup = build(mode, seed, num_classes, config)
-        # Loss and scale of every step stay on the device until somebody looks.
+        # Loss and scale of every step stay on the device until somebody looks; those of the last
+        # few steps in a list, since a launch for each would cost the host time.
         self.losses = torch.zeros(total_steps, device=self.device)
         self.scales = torch.zeros(total_steps, device=self.device)
-        self.one = torch.ones((), device=self.device)
+        self.recent: list[torch.Tensor] = []
         self.first_scale = self.setup.scaler.get_scale()
         self.step = self.checked = 0
         self.accuracies: list[float] = []
         self.laps_ms: list[float] = []
         self.train_seconds = 0.0
         self.peak_memory = 0
+
+    def record(self) -> None:
+        if self.recent:
+            steps = slice(self.step - len(self.recent), self.step)
+            self.losses[steps], self.scales[steps] = torch.stack(self.recent).unbind(1)
+            self.recent = []
 
     def state_dict(self) -> dict:
         setup = self.setup
@@ -132,16 +143,16 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         clock.mark()
-        for x, y in self.data["train"](order, config.batch_size, setup.memory_format):
-            loss = setup.train_step(x, y)
-            self.losses[self.step] = loss
-            self.scales[self.step] = setup.scaler.scale(self.one)
+        for x, y in self.data["train"](
+            order, config.batch_size, setup.memory_format, self.shifts(epoch)
+        ):
+            self.recent.append(setup.step(x, y))
             self.step += 1
             clock.mark()
             if stop.requested:
                 break
-            if len(clock.marks) - 1 == self.warm_up and self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()  # cuDNN's search for algorithms is over
+            if len(clock.marks) - 1 == MEMORY_WARM_UP and self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             if time.perf_counter() >= next_report:
                 self.check()
                 report(self)
@@ -149,13 +160,25 @@ class Training:
         laps = clock.laps()
         self.train_seconds += time.perf_counter() - began
         self.laps_ms += laps[self.warm_up :]
-        if self.device.type == "cuda" and len(laps) > self.warm_up:
+        if self.device.type == "cuda" and len(laps) > MEMORY_WARM_UP:
             peak = torch.cuda.max_memory_allocated() - self.memory_before
             self.peak_memory = max(self.peak_memory, peak)
         self.warm_up = max(0, self.warm_up - len(laps))
         self.check()
         report(self)
         return not stop.requested
+
+    def shifts(self, epoch: int) -> torch.Tensor | None:
+        """--augment: of each image, the pixels it moves down and right, and whether it is mirrored.
+
+        The same for every mode and loader, and for a resumed run.
+        """
+        if not self.config.augment:
+            return None
+        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        count = len(self.data["train"])
+        moves = torch.randint(-MAX_SHIFT, MAX_SHIFT + 1, (count, 2), generator=generator)
+        return torch.cat((moves, torch.randint(2, (count, 1), generator=generator)), 1)
 
     @torch.no_grad()
     def evaluate(self, stop: StopFlag) -> bool:
@@ -175,6 +198,7 @@ class Training:
 
     def check(self) -> None:
         """Stop at a loss that is not finite, or a scale under 1: gradients overflow unscaled."""
+        self.record()
         new = slice(self.checked, self.step)
         losses, scales = self.losses[new], self.scales[new]
         bad = torch.nonzero(~losses.isfinite() | (scales < 1))

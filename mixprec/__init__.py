@@ -12,7 +12,16 @@ from .autocast import autocast
 from .grad_scaler import GradScaler
 from .graphed import graphed
 from .half_weights import full_precision_state_dict, half_weights
+from .prefetch import prefetch
 from .sgd import SGD
 
-__all__ = ["SGD", "GradScaler", "autocast", "full_precision_state_dict", "graphed", "half_weights"]
+__all__ = [
+    "SGD",
+    "GradScaler",
+    "autocast",
+    "full_precision_state_dict",
+    "graphed",
+    "half_weights",
+    "prefetch",
+]
 __version__ = "0.1.0"
