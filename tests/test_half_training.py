@@ -11,7 +11,6 @@ import mixprec
 
 SGD_OPTIONS = {"lr": 0.001, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True}
 STEPS = 50
-CPU_RESNET_STEPS = 8  # bf16 convolutions take seconds each on a CPU without bf16 units
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +45,6 @@ def test_equals_plain_amp(device, make, channels_last):
         pytest.skip("a transformer has no channels")
     torch.manual_seed(0)
     model, batches = make(torch.Generator().manual_seed(1))
-    if device == "cpu" and make is resnet:
-        batches = batches[:CPU_RESNET_STEPS]
     batches = [(x.to(device), y.to(device)) for x, y in batches]
     plain = model.to(device)
     if channels_last:
