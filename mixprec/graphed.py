@@ -58,7 +58,8 @@ def graphed(function: Any = None, *, enabled: bool = True, max_graphs: int = 8) 
       optimizer hooks belong outside. A host sync (``loss.item()``) or an op that a graph cannot
       hold raises an error that names its line; nothing has been changed then.
     - Tensors returned are detached copies. Tensors on the CPU are passed to the function on its
-      model's GPU; pinned ones are copied without a sync (:func:`mixprec.prefetch`).
+      model's GPU (:func:`mixprec.prefetch` copies them earlier); pinned ones without a sync, so
+      leave them as they are until the step is done.
     - ``scaler.step`` needs an optimizer that skips on the device: :class:`mixprec.SGD`, or torch's
       with ``fused=True`` (whose learning rate may be scheduled; other hyperparameters, where they
       change, cost a graph each).

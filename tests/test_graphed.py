@@ -494,7 +494,7 @@ def test_memory_does_not_grow():
     for batch in data:
         trainer.step(*batch)
     before = used()
-    for _ in range(1000):
+    for _ in range(10_000):
         trainer.step(*data[0])
     assert used() == before
     sizes = []
@@ -507,3 +507,29 @@ def test_memory_does_not_grow():
     copy.deepcopy(trainer).step(*data[0])
     del trainer, data, batch
     assert used() - start < 1 << 20
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_two_devices():
+    """One graphed function each, called while the first device is current."""
+    results = []
+    for graph in (True, False):
+        losses = []
+        for device in ("cuda:0", "cuda:1"):
+            torch.manual_seed(0)
+            model = nn.Linear(8, 8).to(device)
+            optimizer = mixprec.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            scaler = mixprec.GradScaler()
+
+            @mixprec.graphed(enabled=graph)
+            def step(x, model=model, optimizer=optimizer, scaler=scaler):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                return loss
+
+            losses += [step(torch.ones(4, 8, device=device)).cpu() for _ in range(8)]
+        results.append(torch.stack(losses))
+    assert_same_bits(*results)

@@ -18,6 +18,10 @@ from helpers import (
     train,
     upcast,
 )
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import mixprec
 
@@ -153,6 +157,24 @@ def test_hooks_and_no_parameters(device):
     optimizer.zero_grad()
     assert optimizer.step() is None
     assert optimizer.state_dict()["state"] == {}
+    assert len(calls) == 4
+
+
+def test_hooks_on_all_optimizers_and_the_profilers_label():
+    optimizer, calls = mixprec.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5), []
+    optimizer.step()  # the wrapper is there before the hooks
+    hooks = [
+        register(lambda called, *_: calls.append(called))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    optimizer.step()
+    for hook in hooks:
+        hook.remove()
+    optimizer.step()
+    assert calls == [optimizer, optimizer]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert "Optimizer.step#SGD.step" in {event.name for event in profile.events()}
 
 
 @on_devices
