@@ -6,10 +6,13 @@
 // (-ffp-contract=off, -fmad=false): `a * b + c` rounds twice, multiply_add<true> once.
 #pragma once
 
+#include <c10/util/BFloat16.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define MIXPREC_RULE __host__ __device__ __forceinline__
@@ -94,6 +97,74 @@ template <typename Half>
 MIXPREC_RULE float refined_weight_f32(float weight_f32, float master) {
   const float rounded = static_cast<float>(static_cast<Half>(master));
   return bit_cast<uint32_t>(rounded) == bit_cast<uint32_t>(weight_f32) ? master : weight_f32;
+}
+
+// The weight of an updated master, which is kept beside it.
+template <typename Half>
+MIXPREC_RULE Half keep_master(float updated, float& master) {
+  master = updated;
+  return static_cast<Half>(updated);
+}
+
+// A master in 16 bits, its remainder: how many of fp32's numbers it lies beyond its weight, counted
+// away from zero. Between two neighbours bfloat16 leaves out 2^16 of fp32's numbers and float16
+// 2^13, so half of that fits, and the master is exact. inf and NaN are their own masters.
+//
+// But below its smallest normal number float16's neighbours stay 2^-24 apart, while fp32's numbers
+// get denser: from 2^-17 downwards half the distance can be 2^16 of them. There a remainder counts
+// steps of 2^-40, fp32's spacing around step_origin; the master is off by 2^-41 at most. Half-way
+// between two weights up to 2^-16 the count would be 2^15; there it is off by up to 2^-40.
+template <typename Half>
+constexpr bool kIsBFloat16 = std::is_same_v<Half, c10::BFloat16>;
+
+template <typename Half>
+MIXPREC_RULE float step_origin(float weight_f32) {
+  const bool fixed_steps = !kIsBFloat16<Half> && !(std::fabs(weight_f32) > 0x1p-17f);
+  return fixed_steps ? std::copysign(0x1.8p-17f, weight_f32) : weight_f32;
+}
+
+// float16: to nearest even. bfloat16: half-way away from zero, so that a remainder is -2^15 there
+// and never 2^15, which an int16 can't hold.
+template <typename Half>
+MIXPREC_RULE Half weight_of_remainder(float master) {
+  if constexpr (kIsBFloat16<Half>) {
+    const uint32_t rounded = (bit_cast<uint32_t>(master) + 0x8000u) >> 16;
+    const bool is_nan = master != master;  // whose payload could carry into another number
+    return Half(static_cast<uint16_t>(is_nan ? 0x7FC0u : rounded), Half::from_bits());
+  } else {
+    return static_cast<Half>(master);
+  }
+}
+
+// The remainder of any master and weight; 0 where the master is too far away to be the weight's.
+template <typename Half>
+MIXPREC_RULE int16_t remainder_of(float master, float weight_f32) {
+  const float origin = step_origin<Half>(weight_f32);
+  const uint32_t beyond = bit_cast<uint32_t>(master - weight_f32 + origin);  // exact, or stale
+  const int32_t steps = static_cast<int32_t>(beyond - bit_cast<uint32_t>(origin));
+  // -2^15 of a float16 weight can be half-way to another one, and round to that.
+  constexpr int32_t kLowest = kIsBFloat16<Half> ? -0x8000 : -0x7FFF;
+  const int32_t raised = steps < kLowest ? kLowest : steps;
+  const int32_t clamped = raised > 0x7FFF ? 0x7FFF : raised;
+  return static_cast<int16_t>(steps < -0x8000 || steps > 0x8000 ? 0 : clamped);
+}
+
+// As with a master: a remainder counts only where the weight is its rounding, which any remainder
+// in range is. What somebody wrote over the weight stays, whatever remainder is still there.
+template <typename Half>
+MIXPREC_RULE float refined_weight_f32(float weight_f32, int16_t remainder) {
+  const float origin = step_origin<Half>(weight_f32);
+  const float beyond = bit_cast<float>(bit_cast<uint32_t>(origin) + remainder);
+  const float master = weight_f32 + (beyond - origin);
+  const float rounded = static_cast<float>(weight_of_remainder<Half>(master));
+  return bit_cast<uint32_t>(rounded) == bit_cast<uint32_t>(weight_f32) ? master : weight_f32;
+}
+
+template <typename Half>
+MIXPREC_RULE Half keep_master(float updated, int16_t& remainder) {
+  const Half weight = weight_of_remainder<Half>(updated);
+  remainder = remainder_of<Half>(updated, static_cast<float>(weight));
+  return weight;
 }
 
 // What a gradient is multiplied by, one after the other: folding the two would change a quarter of

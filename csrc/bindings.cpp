@@ -47,6 +47,7 @@ void check_device(const at::Device& device) {
   } while (false)
 
 Data data_of(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
   return {const_cast<void*>(tensor.const_data_ptr()), tensor.numel(), tensor.scalar_type()};
 }
 
@@ -273,21 +274,29 @@ Tensor unwritten_like(const Tensor& param) {
       .view(is_double ? at::kDouble : at::kFloat);
 }
 
-// A tensor of a parameter's state, made by `create` where there is none, and brought to the
-// parameter's device, order in memory and fp32 (fp64) where a checkpoint or a user left another.
-template <typename Create>
-Tensor state_tensor(const py::dict& state, const py::str& name, const Tensor& param,
-                    const Place& place, Create create) {
+// A tensor of a parameter's state; undefined where there is none. torch's SGD leaves None where it
+// has no momentum.
+Tensor find_state(const py::dict& state, const py::str& name, const Tensor& param,
+                  const Place& place) {
   PyObject* found = PyDict_GetItemWithError(state.ptr(), name.ptr());
-  const bool is_new =
-      found == nullptr || found == Py_None;  // torch's SGD leaves None where it has no momentum
-  TORCH_CHECK_TYPE(is_new || THPVariable_Check(found), std::string(name), " of ", place, " is a ",
+  if (found == nullptr || found == Py_None) return {};
+  TORCH_CHECK_TYPE(THPVariable_Check(found), std::string(name), " of ", place, " is a ",
                    Py_TYPE(found)->tp_name, ", not a tensor");
-  const auto dtype = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  Tensor tensor = is_new ? create() : THPVariable_Unpack(found);
+  const Tensor& tensor = THPVariable_Unpack(found);
   TORCH_CHECK(tensor.sizes() == param.sizes(), std::string(name), " of ", place, " has shape ",
               tensor.sizes(), ", its parameter ", param.sizes(),
               "; was the state of another model loaded?");
+  return tensor;
+}
+
+// The same, made by `create` where there is none, and brought to the parameter's device, order in
+// memory and this dtype where a checkpoint or a user left another.
+template <typename Create>
+Tensor state_tensor(const py::dict& state, const py::str& name, const Tensor& param,
+                    at::ScalarType dtype, const Place& place, Create create) {
+  Tensor tensor = find_state(state, name, param, place);
+  const bool is_new = !tensor.defined();
+  if (is_new) tensor = create();
   if (tensor.scalar_type() != dtype || tensor.device() != param.device() ||
       !same_layout(tensor, param)) {
     tensor = empty_like(param, dtype).copy_(tensor);
@@ -314,15 +323,44 @@ void check_param(const Tensor& param, const Tensor& grad, const Place& place) {
               "; a gradient has its parameter's dtype or float32");
 }
 
+bool is_half(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+// What is kept beside a half weight: its master, or the master's remainder, made from the other.
+Tensor converted(const Tensor& any_weight, const Tensor& kept, at::ScalarType dtype) {
+  const c10::NoGradGuard no_grad;
+  check_device(any_weight.device());
+  TORCH_CHECK_TYPE(is_half(any_weight), "only float16 and bfloat16 weights have a remainder, not ",
+                   any_weight.scalar_type());
+  TORCH_CHECK_VALUE(kept.sizes() == any_weight.sizes(), "the weight has shape ", any_weight.sizes(),
+                    ", what is kept beside it ", kept.sizes());
+  const bool split = dtype == at::kShort;
+  const Tensor weight =
+      any_weight.is_non_overlapping_and_dense() ? any_weight : any_weight.contiguous();
+  const Tensor from = empty_like(weight, split ? at::kFloat : at::kShort).copy_(kept);
+  const Tensor to = empty_like(weight, dtype);
+  const RemainderData data{data_of(weight), address_of<float>(split ? from : to),
+                           address_of<int16_t>(split ? to : from)};
+  if (split) {
+    DISPATCH(weight.device(), to_remainder(data));
+  } else {
+    DISPATCH(weight.device(), to_master(data));
+  }
+  return to;
+}
+
 struct SgdTensors {  // of one parameter, all with the parameter's order in memory
   Tensor param, grad, momentum_buffer, master;  // without momentum or master: undefined
 };
 
 // One step of every group. initial_master(param) is the first fp32 value of a half parameter.
+// State of the other kind than store_param_remainders asks for is converted now, not when it is
+// loaded: now the weight is known, whichever of model and optimizer was loaded first.
 void sgd_step(const py::list& param_groups, const py::object& state,
-              const py::object& initial_master, const optional<Tensor>& grad_scale,
-              const optional<Tensor>& found_inf, const optional<Tensor>& norm, double max_norm,
-              DeviceHyperparameters* on_device) {
+              const py::object& initial_master, bool store_param_remainders,
+              const optional<Tensor>& grad_scale, const optional<Tensor>& found_inf,
+              const optional<Tensor>& norm, double max_norm, DeviceHyperparameters* on_device) {
   const c10::NoGradGuard no_grad;
   std::vector<SgdHyperparameters> hyperparameters;
   for (size_t group = 0; group < param_groups.size(); ++group) {
@@ -346,25 +384,39 @@ void sgd_step(const py::list& param_groups, const py::object& state,
 
   // Never freed: at exit Python is gone before static objects are.
   static const py::str &momentum_buffer = *new py::str("momentum_buffer"),
-                       &master = *new py::str("master");
+                       &master = *new py::str("master"),
+                       &remainder = *new py::str("master_remainder");
+  const py::str &kept = store_param_remainders ? remainder : master,
+                &other = store_param_remainders ? master : remainder;
+  const auto kept_dtype = store_param_remainders ? at::kShort : at::kFloat;
   std::vector<std::vector<std::pair<at::Device, std::vector<SgdTensors>>>> groups(
       hyperparameters.size());
   for (const auto& [object, param, grad, place] : all) {
     SgdTensors tensors{param, laid_out_like(grad, param), {}, {}};
-    const bool has_master =
-        param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
+    const bool has_master = is_half(param);
     const bool has_momentum = hyperparameters[place.group].momentum != 0;
     if (has_master || has_momentum) {
       const py::dict param_state = state[py::handle(object)];
       if (has_momentum) {
+        const auto dtype = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
         const auto create = [&param = param] { return unwritten_like(param); };
-        tensors.momentum_buffer = state_tensor(param_state, momentum_buffer, param, place, create);
+        tensors.momentum_buffer =
+            state_tensor(param_state, momentum_buffer, param, dtype, place, create);
       }
       if (has_master) {
-        const auto create = [&, object = object] {
-          return py::cast<Tensor>(initial_master(py::handle(object)));
+        const auto create = [&, object = object, &param = param, &place = place] {
+          Tensor found = find_state(param_state, other, param, place);
+          if (found.defined()) {
+            PyDict_DelItem(param_state.ptr(), other.ptr());
+            // -2^15 is a tie, which bfloat16's plain rounding takes to another weight.
+            if (!store_param_remainders) found = found.clamp_min(-0x7FFF);
+          } else {
+            found = py::cast<Tensor>(initial_master(py::handle(object)));
+            if (!store_param_remainders) return found;
+          }
+          return converted(param, found, kept_dtype);
         };
-        tensors.master = state_tensor(param_state, master, param, place, create);
+        tensors.master = state_tensor(param_state, kept, param, kept_dtype, place, create);
       }
     }
     of_device(groups[place.group], param.device()).push_back(std::move(tensors));
@@ -379,7 +431,7 @@ void sgd_step(const py::list& param_groups, const py::object& state,
       params.reserve(tensors.size());
       for (const SgdTensors& t : tensors) {
         params.push_back({data_of(t.param), data_of(t.grad), address_of<void>(t.momentum_buffer),
-                          address_of<float>(t.master)});
+                          data_of(t.master)});
       }
       const StepScalars scalars{address_of<float>(scale),
                                 address_of<float>(skip),
@@ -422,7 +474,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("check", &mixprec::check, "param_groups"_a, "grad_scale"_a, "unscale"_a, "norm_type"_a,
              "workspaces"_a);
   module.def("sgd_step", &mixprec::sgd_step, "param_groups"_a, "state"_a, "initial_master"_a,
-             "grad_scale"_a, "found_inf"_a, "norm"_a, "max_norm"_a, "device_hyperparameters"_a);
+             "store_param_remainders"_a, "grad_scale"_a, "found_inf"_a, "norm"_a, "max_norm"_a,
+             "device_hyperparameters"_a);
+  module.def(
+      "to_remainder",
+      [](const at::Tensor& weight, const at::Tensor& master) {
+        return mixprec::converted(weight, master, at::kShort);
+      },
+      "weight"_a, "master"_a);
+  module.def(
+      "to_master",
+      [](const at::Tensor& weight, const at::Tensor& remainder) {
+        return mixprec::converted(weight, remainder, at::kFloat);
+      },
+      "weight"_a, "remainder"_a);
   module.def("update_scale", &mixprec::update_scale, "scale"_a, "growth_tracker"_a, "history"_a,
              "found_inf"_a, "growth_factor"_a, "backoff_factor"_a, "growth_interval"_a,
              "min_scale"_a, "max_scale"_a, "hysteresis"_a);

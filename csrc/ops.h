@@ -33,7 +33,13 @@ struct SgdData {          // the same number of elements each
   Data param;             // in/out; float32, float16, bfloat16 (CPU: float64)
   Data grad;              // scaled, not changed; param's dtype or float32
   void* momentum_buffer;  // in/out; float32 (float64 param: float64); null without momentum
-  float* master;          // in/out; for float16 and bfloat16 params, else null
+  Data master;            // in/out; for float16 and bfloat16 params: float32, or int16 remainders
+};
+
+struct RemainderData {  // of one parameter
+  Data weight;          // float16, bfloat16
+  float* master;
+  int16_t* remainder;
 };
 
 struct SgdHyperparameters {
@@ -82,6 +88,8 @@ struct ScaleData {
   void check(const CheckArguments& arguments);                                            \
   void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& parameters, \
                 const StepScalars& scalars);                                              \
+  void to_remainder(const RemainderData& data); /* writes the remainder */                \
+  void to_master(const RemainderData& data);    /* writes the master */                   \
   void update_scale(const ScaleData& data, const ScaleRule& rule);
 
 namespace cpu {

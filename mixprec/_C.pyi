@@ -15,12 +15,15 @@ def sgd_step(
     param_groups: list[dict[str, Any]],
     state: dict[Tensor, dict[str, Any]],
     initial_master: Callable[[Tensor], Tensor],
+    store_param_remainders: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     norm: Tensor | None,
     max_norm: float,
     device_hyperparameters: DeviceHyperparameters | None,
 ) -> None: ...
+def to_remainder(weight: Tensor, master: Tensor) -> Tensor: ...
+def to_master(weight: Tensor, remainder: Tensor) -> Tensor: ...
 def update_scale(
     scale: Tensor,
     growth_tracker: Tensor,

@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from . import _C
+
 Module = TypeVar("Module", bound=nn.Module)
 
 # What autocast runs in half precision and has a weight: F.linear, F.conv*, F.conv_transpose*.
@@ -128,8 +130,11 @@ def full_precision_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     full = model.state_dict()
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and value.dtype in (torch.float16, torch.bfloat16):
-            state = optimizer.state.get(value, {})
-            full[name] = _refined(value.detach(), state.get("master", getattr(value, _EXACT, None)))
+            weight, state = value.detach(), optimizer.state.get(value, {})
+            if "master_remainder" in state:
+                full[name] = _C.to_master(weight, state["master_remainder"])
+            else:
+                full[name] = _refined(weight, state.get("master", getattr(value, _EXACT, None)))
     return full
 
 

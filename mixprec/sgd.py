@@ -20,6 +20,7 @@ from .half_weights import initial_master
 __all__ = ["SGD"]
 
 _HALF = (torch.float16, torch.bfloat16)
+_MASTERS = ("master", "master_remainder")
 
 
 class SGD(torch.optim.SGD):
@@ -30,6 +31,17 @@ class SGD(torch.optim.SGD):
     ``state[p]["master"]``, and its momentum is fp32 too. **The weight is the truth**: where a
     weight no longer is the rounding of its master, somebody else wrote it (``load_state_dict``,
     ``.data``, weight averaging), and the step goes on from the weight.
+
+    ``store_param_remainders=True`` keeps ``state[p]["master_remainder"]`` instead, the 16 bits that
+    the weight lacks of its master: 2 bytes a parameter less to hold and 4 less to move at a step.
+    Masters have the same bits in both modes, but for
+
+    - float16 weights of 2^-17 (7.6e-6) and below: the master is rounded to a multiple of 2^-40;
+    - float16 masters half-way between two weights up to 2^-16: off by up to 2^-40;
+    - weights that somebody wrote: the old remainder, less than half a unit in the weight's last
+      place, stays added. inf and NaN become the master.
+
+    A bfloat16 weight half-way between two is rounded away from zero instead of to even.
 
     With a loss scaler (:class:`mixprec.GradScaler` or ``torch.amp.GradScaler``) unscaling happens
     inside the step, in fp32 registers, and an overflow skips it on the device, without a sync.
@@ -47,6 +59,9 @@ class SGD(torch.optim.SGD):
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch. A tensor ``lr`` is
             read at each step, which syncs if it is on the GPU.
         foreach, fused, differentiable: torch's; ``differentiable=True`` is refused.
+        store_param_remainders: see above; an attribute of the optimizer that may be changed at any
+            time, and is no part of ``state_dict()``. State of the other kind, from a checkpoint
+            say, is converted by the first step: in either order of loading model and optimizer.
 
     Raises:
         ValueError, RuntimeError, TypeError: bad hyperparameters, a parameter twice, sparse or
@@ -62,6 +77,7 @@ class SGD(torch.optim.SGD):
     """
 
     _step_supports_amp_scaling = True
+    store_param_remainders = False  # of an optimizer pickled before there was the choice
     # graphed's, during a capture: what the captured step reads in place of its param_groups.
     device_hyperparameters: _C.DeviceHyperparameters | None = None
 
@@ -78,6 +94,7 @@ class SGD(torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
+        store_param_remainders: bool = False,
     ) -> None:
         if differentiable:
             raise ValueError("mixprec.SGD is not differentiable; use torch.optim.SGD for that")
@@ -92,6 +109,7 @@ class SGD(torch.optim.SGD):
             foreach=foreach,
             fused=fused,
         )
+        self.store_param_remainders = store_param_remainders
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, but a parameter twice in the group, to be stepped twice, is an error."""
@@ -124,6 +142,7 @@ class SGD(torch.optim.SGD):
             self.param_groups,
             self.state,
             initial_master,
+            self.store_param_remainders,
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
             clip.norm if clip else None,
@@ -154,7 +173,8 @@ class SGD(torch.optim.SGD):
     def state_dict(self) -> dict[str, Any]:
         """As in torch. Reads whether momentum was written yet, which syncs with the GPU.
 
-        Half parameters have ``master`` and ``momentum_buffer`` in fp32.
+        Half parameters have ``master`` and ``momentum_buffer`` in fp32; with
+        ``store_param_remainders``, ``master_remainder`` in int16 in place of ``master``.
         """
         state = self.state
         written = {param: _written(values) for param, values in state.items()}
@@ -169,7 +189,7 @@ class SGD(torch.optim.SGD):
 
         torch would round ``master`` and ``momentum_buffer`` to a half parameter's dtype and share
         tensors with ``state_dict``; here they stay fp32, are copied, and move to the parameter's
-        device.
+        device. The kind of masters that this optimizer keeps wins over the kind in ``state_dict``.
         """
         # The hook runs after the user's, on the dict that is loaded in the end.
         hook = self.register_load_state_dict_pre_hook(_hide_state)
@@ -177,6 +197,10 @@ class SGD(torch.optim.SGD):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "store_param_remainders": self.store_param_remainders}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -201,16 +225,17 @@ def _hide_state(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[st
 
 
 def _owned_state(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    dtype = torch.float32 if param.dtype in _HALF else param.dtype
-    owned = {
-        key: value.to(device=param.device, dtype=dtype, copy=True)
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
+    float_dtype = torch.float32 if param.dtype in _HALF else param.dtype
+
+    def own(value: Tensor) -> Tensor:
+        dtype = float_dtype if value.is_floating_point() else value.dtype
+        return value.to(device=param.device, dtype=dtype, copy=True)
+
+    return {
+        key: own(value) if isinstance(value, Tensor) else value
         for key, value in values.items()
+        if param.dtype in _HALF or key not in _MASTERS  # another parameter is its own
     }
-    if param.dtype not in _HALF:
-        owned.pop("master", None)  # such a parameter is its own
-    return owned
 
 
 def _written(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-// One SGD step over a list of parameters, fp32 ones and half ones with an fp32 master.
+// One SGD step over a list of parameters, fp32 ones and half ones with an fp32 master or its
+// remainder.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -11,9 +12,9 @@ namespace mixprec::cpu {
 namespace {
 
 // Param is float or double, its own master, or a half type with one.
-template <bool kFused, typename Math, typename Param, typename Grad>
+template <bool kFused, typename Math, typename Param, typename Grad, typename Master>
 MIXPREC_RULE void sgd_chunk_body(Param* __restrict param, const Grad* __restrict grad,
-                                 Math* __restrict momentum_buffer, float* __restrict master,
+                                 Math* __restrict momentum_buffer, Master* __restrict master,
                                  int64_t size, GradFactors<Math> factors,
                                  SgdConstants<Math> constants) {
   constexpr bool kHasMaster = !std::is_same_v<Math, Param>;
@@ -23,8 +24,11 @@ MIXPREC_RULE void sgd_chunk_body(Param* __restrict param, const Grad* __restrict
     Math momentum = constants.has_momentum ? momentum_buffer[i] : Math{};
     sgd_update<kFused>(weight, momentum, static_cast<Math>(grad[i]), factors, constants);
     if (constants.has_momentum) momentum_buffer[i] = momentum;
-    if constexpr (kHasMaster) master[i] = weight;
-    param[i] = static_cast<Param>(weight);
+    if constexpr (kHasMaster) {
+      param[i] = keep_master<Param>(weight, master[i]);
+    } else {
+      param[i] = weight;
+    }
   }
 }
 
@@ -63,23 +67,24 @@ void sgd_chunk(int64_t size, GradFactors<Math> factors, SgdConstants<Math> const
   }
 }
 
-template <typename Math, typename Param, typename Grad>
+template <typename Math, typename Param, typename Grad, typename Master = float>
 void step(const SgdData& data, int64_t begin, int64_t end, GradFactors<float> factors,
           const SgdHyperparameters& parameters) {
   const auto from = [begin](auto* address) { return address ? address + begin : nullptr; };
   sgd_chunk<Math>(end - begin, {factors.inv_scale, factors.clip}, parameters.rounded<Math>(),
                   from(static_cast<Param*>(data.param.address)),
                   from(static_cast<const Grad*>(data.grad.address)),
-                  from(static_cast<Math*>(data.momentum_buffer)), from(data.master));
+                  from(static_cast<Math*>(data.momentum_buffer)),
+                  from(static_cast<Master*>(data.master.address)));
 }
 
-template <typename Half>
+template <typename Half, typename Master>
 void step_half(const SgdData& data, int64_t begin, int64_t end, GradFactors<float> factors,
                const SgdHyperparameters& parameters) {
   if (data.grad.dtype == c10::kFloat) {
-    step<float, Half, float>(data, begin, end, factors, parameters);
+    step<float, Half, float, Master>(data, begin, end, factors, parameters);
   } else {
-    step<float, Half, Half>(data, begin, end, factors, parameters);
+    step<float, Half, Half, Master>(data, begin, end, factors, parameters);
   }
 }
 
@@ -92,13 +97,16 @@ void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& para
   const Chunks chunks(params, [](const SgdData& data) { return data.param.numel; });
   chunks.for_each([&](int64_t, int64_t index, int64_t begin, int64_t end) {
     const SgdData& data = params[index];
+    const bool remainder = data.master.dtype == c10::kShort;
     switch (data.param.dtype) {
       case c10::kDouble:
         return step<double, double, double>(data, begin, end, factors, parameters);
       case c10::kHalf:
-        return step_half<c10::Half>(data, begin, end, factors, parameters);
+        return remainder ? step_half<c10::Half, int16_t>(data, begin, end, factors, parameters)
+                         : step_half<c10::Half, float>(data, begin, end, factors, parameters);
       case c10::kBFloat16:
-        return step_half<c10::BFloat16>(data, begin, end, factors, parameters);
+        return remainder ? step_half<c10::BFloat16, int16_t>(data, begin, end, factors, parameters)
+                         : step_half<c10::BFloat16, float>(data, begin, end, factors, parameters);
       default:
         return step<float, float, float>(data, begin, end, factors, parameters);
     }

@@ -49,7 +49,7 @@ __device__ void check_chunk(void* address, const Chunk& chunk, const float* grad
   float grads[kVecsPerThread][kVecSize];
 #pragma unroll
   for (int v = 0; v < kVecsPerThread; ++v) {
-    load_f32<kFull>(grads[v], grad, (v * kThreads + threadIdx.x) * kVecSize, chunk.valid_items);
+    load<kFull>(grads[v], grad, (v * kThreads + threadIdx.x) * kVecSize, chunk.valid_items);
   }
   const float inv_scale = grad_scale ? inverse(*grad_scale) : 1.0f;
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ void check_chunk(void* address, const Chunk& chunk, const float* grad
       grads[v][k] = value;
     }
     if constexpr (kUnscale) {
-      store_f32<kFull>(grad, grads[v], (v * kThreads + threadIdx.x) * kVecSize, chunk.valid_items);
+      store<kFull>(grad, grads[v], (v * kThreads + threadIdx.x) * kVecSize, chunk.valid_items);
     }
   }
 }

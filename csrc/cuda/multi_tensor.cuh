@@ -124,10 +124,9 @@ struct alignas(kVecSize * sizeof(T)) Vec {
   T items[kVecSize];
 };
 
-// Elements [i, i + kVecSize) as fp32; 0 past valid_items. kFull: whole and aligned, one access.
-template <bool kFull, typename T>
-__device__ __forceinline__ void load_f32(float (&out)[kVecSize], const T* data, int i,
-                                         int valid_items) {
+// Elements [i, i + kVecSize), converted; 0 past valid_items. kFull: whole and aligned, one access.
+template <bool kFull, typename T, typename Item>
+__device__ __forceinline__ void load(Item (&out)[kVecSize], const T* data, int i, int valid_items) {
   Vec<T> vec{};
   if constexpr (kFull) {
     vec = *reinterpret_cast<const Vec<T>*>(data + i);
@@ -138,12 +137,11 @@ __device__ __forceinline__ void load_f32(float (&out)[kVecSize], const T* data, 
     }
   }
 #pragma unroll
-  for (int k = 0; k < kVecSize; ++k) out[k] = static_cast<float>(vec.items[k]);
+  for (int k = 0; k < kVecSize; ++k) out[k] = static_cast<Item>(vec.items[k]);
 }
 
-template <bool kFull, typename T>
-__device__ __forceinline__ void store_f32(T* data, const float (&in)[kVecSize], int i,
-                                          int valid_items) {
+template <bool kFull, typename T, typename Item>
+__device__ __forceinline__ void store(T* data, const Item (&in)[kVecSize], int i, int valid_items) {
   Vec<T> vec;
 #pragma unroll
   for (int k = 0; k < kVecSize; ++k) vec.items[k] = static_cast<T>(in[k]);
