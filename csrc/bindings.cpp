@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <unordered_map>
+
 #include "guards.h"
 #include "ops.h"
 
@@ -350,6 +352,26 @@ Tensor converted(const Tensor& any_weight, const Tensor& kept, at::ScalarType dt
   return to;
 }
 
+// An optimizer's state by parameter, made where there is none. Looking up one parameter would run
+// Tensor.__hash__, which is Python code, so the whole dict is walked once.
+class States {
+ public:
+  explicit States(const py::dict& state) : state_(state) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(state.ptr(), &position, &key, &value)) known_.emplace(key, value);
+  }
+  py::dict operator[](PyObject* param) const {
+    const auto found = known_.find(param);
+    if (found == known_.end()) return state_[py::handle(param)];
+    return py::reinterpret_borrow<py::dict>(found->second);
+  }
+
+ private:
+  py::dict state_;
+  std::unordered_map<PyObject*, PyObject*> known_;  // state_ holds both
+};
+
 struct SgdTensors {  // of one parameter, all with the parameter's order in memory
   Tensor param, grad, momentum_buffer, master;  // without momentum or master: undefined
 };
@@ -357,10 +379,10 @@ struct SgdTensors {  // of one parameter, all with the parameter's order in memo
 // One step of every group. initial_master(param) is the first fp32 value of a half parameter.
 // State of the other kind than store_param_remainders asks for is converted now, not when it is
 // loaded: now the weight is known, whichever of model and optimizer was loaded first.
-void sgd_step(const py::list& param_groups, const py::object& state,
-              const py::object& initial_master, bool store_param_remainders,
-              const optional<Tensor>& grad_scale, const optional<Tensor>& found_inf,
-              const optional<Tensor>& norm, double max_norm, DeviceHyperparameters* on_device) {
+void sgd_step(const py::list& param_groups, const py::dict& state, const py::object& initial_master,
+              bool store_param_remainders, const optional<Tensor>& grad_scale,
+              const optional<Tensor>& found_inf, const optional<Tensor>& norm, double max_norm,
+              DeviceHyperparameters* on_device) {
   const c10::NoGradGuard no_grad;
   std::vector<SgdHyperparameters> hyperparameters;
   for (size_t group = 0; group < param_groups.size(); ++group) {
@@ -375,6 +397,7 @@ void sgd_step(const py::list& param_groups, const py::object& state,
     const Tensor& grad;
     Place place;
   };
+  const States states(state);
   std::vector<Found> all;
   for_each_grad(param_groups,
                 [&](PyObject* object, const Tensor& param, const Tensor& grad, const Place& place) {
@@ -396,7 +419,7 @@ void sgd_step(const py::list& param_groups, const py::object& state,
     const bool has_master = is_half(param);
     const bool has_momentum = hyperparameters[place.group].momentum != 0;
     if (has_master || has_momentum) {
-      const py::dict param_state = state[py::handle(object)];
+      const py::dict param_state = states[object];
       if (has_momentum) {
         const auto dtype = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
         const auto create = [&param = param] { return unwritten_like(param); };

@@ -111,7 +111,7 @@ class Found:
 
     def visit_optimizer(self, optimizer: Optimizer) -> None:
         self.optimizers.append(optimizer)
-        self.watched.append((vars(optimizer), ("state",)))
+        self.watched.append((vars(optimizer), ("state", "store_param_remainders")))
         names: tuple[Any, ...]
         if isinstance(optimizer, SGD):  # all else is on the device
             names = ("params", "nesterov", "maximize", ("momentum",))
