@@ -12,9 +12,13 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_bits_at_lower_cpu_capability(capability):
-    """test_sgd.py and test_clip.py again, in a process whose torch uses that instruction set."""
-    chosen = "every_hyperparameter or float64 or rounds_as or norm_against or unscale_writes"
-    files = [str(TESTS / f"test_{name}.py") for name in ("sgd", "clip", "grad_scaler")]
+    """Tests of rules again, in a process whose torch uses that instruction set."""
+    chosen = (
+        "every_hyperparameter or float64 or rounds_as or norm_against or unscale_writes"
+        " or any_weight or between_any"
+    )
+    names = ("sgd", "remainders", "clip", "grad_scaler")
+    files = [str(TESTS / f"test_{name}.py") for name in names]
     options = ["-q", "-p", "no:cacheprovider", "-k", f"cpu and ({chosen})"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", *options, *files],

@@ -57,6 +57,9 @@ def with_gradients(params, seed=1):
 
 OPTIMIZERS = {
     "mixprec": lambda params: mixprec.SGD(params, **OPTIONS),
+    "mixprec remainders": lambda params: mixprec.SGD(
+        params, store_param_remainders=True, **OPTIONS
+    ),
     "torch fused SGD": lambda params: torch.optim.SGD(params, fused=True, **OPTIONS),
     "torch fused AdamW": lambda params: torch.optim.AdamW(params, fused=True),
 }
@@ -67,10 +70,10 @@ OPTIMIZERS = {
 def test_no_sync_from_the_first_iteration_on(no_sync, cls, clip):
     torch.cuda.set_sync_debug_mode("default")
     params = with_gradients(resnet_like())
-    if cls != "mixprec":
+    if not cls.startswith("mixprec"):
         params = [param for param in params if param.dtype is torch.float32]
     optimizer, loss = OPTIMIZERS[cls](params), torch.ones((), device="cuda")
-    if cls == "mixprec":
+    if cls.startswith("mixprec"):
         clips = (clip,) * 3
     else:  # torch's clip_grad_norm_ has no sync either; AdamW's first step makes its state
         iteration(optimizer, mixprec.GradScaler("cuda"), loss, clip)
@@ -105,8 +108,9 @@ def test_no_sync_with_torchs_scaler(no_sync):
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_three_launches(clip):
-    optimizer, scaler = mixprec.SGD(with_gradients(resnet_like()), **OPTIONS), mixprec.GradScaler()
+@pytest.mark.parametrize("cls", ["mixprec", "mixprec remainders"])
+def test_three_launches(cls, clip):
+    optimizer, scaler = OPTIMIZERS[cls](with_gradients(resnet_like())), mixprec.GradScaler()
     loss = torch.ones((), device="cuda")
     iteration(optimizer, scaler, loss, clip)
     scaler.scale(loss)
@@ -147,7 +151,8 @@ def test_on_another_stream():
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("count", [1, 12, 83, 84, 200, 1500])
-def test_graph_replays_have_the_bits_of_eager(count, clip):
+@pytest.mark.parametrize("cls", ["mixprec", "mixprec remainders"])
+def test_graph_replays_have_the_bits_of_eager(cls, count, clip):
     """One iteration captured, replayed over gradients that overflow, against eager."""
     generator = torch.Generator().manual_seed(3)
     sizes = [4097 if i < 4 else 9 for i in range(count)]
@@ -155,7 +160,7 @@ def test_graph_replays_have_the_bits_of_eager(count, clip):
     optimizers, scalers, results = [], [], []
     for _ in range(2):
         params = [torch.nn.Parameter(v.to(DTYPES[i % 3], copy=True)) for i, v in enumerate(values)]
-        optimizers.append(mixprec.SGD(params, **OPTIONS))
+        optimizers.append(OPTIMIZERS[cls](params))
         scalers.append(mixprec.GradScaler("cuda", 1000.0, growth_interval=2))
     overflows = [False, True, False, False, False, True, True, False]
     steps = random_steps(generator, params, overflows)
