@@ -86,7 +86,7 @@ def setup_with(torch):
     # -g0: Python's own flags can hold -g. at::parallel_for is OpenMP in a header; linking a runtime
     # for it could load a second one beside torch's.
     flags = {"cxx": ["-O3", "-DNDEBUG", "-g0", "-fopenmp", *host_flags]}
-    sources = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")
+    sources = glob("csrc/python/*.cpp") + glob("csrc/cpu/*.cpp")
     backends = f"CPU alone ({'no nvcc found' if torch.version.cuda else 'torch has no CUDA'})"
     if nvcc:
         if not os.environ.get("TORCH_CUDA_ARCH_LIST"):

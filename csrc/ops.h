@@ -1,4 +1,4 @@
-// Every op of both backends, declared once, in plain pointers: bindings.cpp has checked the tensors
+// Every op of both backends, declared once, in plain pointers: csrc/python has checked the tensors
 // behind them. All memory of a call lies on one device, which is the current one; on CUDA the work
 // goes to the current stream. An entry is dense: its elements fill their memory in any order
 // (channels_last is dense), and tensors that belong together have them in the same order.

@@ -1,15 +1,16 @@
 // What mixprec/graphed.py asks before and after each replay, in C++ because a replay takes as long
 // as a Python loop over a hundred parameters: is everything still where the graph was captured?
-#include "guards.h"
-
 #include <ATen/ATen.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-namespace py = pybind11;
+#include "module.h"
 
 namespace mixprec {
+
+namespace py = pybind11;
+
 namespace {
 
 using at::Tensor;

@@ -1,219 +1,11 @@
-// The module mixprec._C: reads gradients and state out of an optimizer's Python objects, checks
-// them, and calls the backend of their device. With guards.cpp the only file that knows Python, and
-// the only one that knows whether CUDA was built. Everything is checked before the first tensor is
-// written.
-#include <ATen/ATen.h>
-#include <ATen/MemoryOverlap.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
-
+// mixprec._C.sgd_step, and what it keeps between steps: state, and hyperparameters for CUDA graphs.
 #include <unordered_map>
 
-#include "guards.h"
-#include "ops.h"
-
-namespace py = pybind11;
+#include "module.h"
+#include "tensors.h"
 
 namespace mixprec {
 namespace {
-
-using at::Tensor;
-using std::optional;
-
-void check_device(const at::Device& device) {
-#ifdef WITH_CUDA
-  const bool known = device.is_cpu() || device.is_cuda();
-#else
-  TORCH_CHECK(!device.is_cuda(),
-              "mixprec was built without CUDA; reinstall it where nvcc is on the PATH "
-              "and torch has CUDA");
-  const bool known = device.is_cpu();
-#endif
-  TORCH_CHECK(known, "mixprec works on CPU and CUDA tensors, got one on ", device);
-}
-
-#ifdef WITH_CUDA
-#define BACKEND(DEVICE, CALL) (DEVICE).is_cuda() ? cuda::CALL : cpu::CALL
-#else
-#define BACKEND(DEVICE, CALL) cpu::CALL
-#endif
-
-// Calls an op in the backend of the device, beside other Python threads.
-#define DISPATCH(DEVICE, CALL)            \
-  do {                                    \
-    const c10::DeviceGuard guard(DEVICE); \
-    const py::gil_scoped_release no_gil;  \
-    BACKEND(DEVICE, CALL);                \
-  } while (false)
-
-Data data_of(const Tensor& tensor) {
-  if (!tensor.defined()) return {};
-  return {const_cast<void*>(tensor.const_data_ptr()), tensor.numel(), tensor.scalar_type()};
-}
-
-template <typename T>
-T* address_of(const Tensor& tensor) {
-  return tensor.defined() ? static_cast<T*>(tensor.data_ptr()) : nullptr;
-}
-
-// A scalar argument as the kernels read it. Moving it to another GPU is asynchronous.
-Tensor scalar_on(const optional<Tensor>& scalar, const at::Device& device, const char* name) {
-  if (!scalar) return {};
-  TORCH_CHECK(scalar->scalar_type() == at::kFloat && scalar->numel() == 1, name,
-              " must be one float32, got ", scalar->numel(), " x ", scalar->scalar_type());
-  return scalar->to(device, /*non_blocking=*/true);
-}
-
-// Autograd reports a backward pass through a value that has been overwritten, if it is told.
-void bump_version(const Tensor& tensor) {
-  if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
-
-// The same order in memory. The stride of a dimension of one element means nothing.
-bool same_layout(const Tensor& a, const Tensor& b) {
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
-  }
-  return true;
-}
-
-Tensor empty_like(const Tensor& like, at::ScalarType dtype) {
-  return at::empty_strided(like.sizes(), like.strides(), like.options().dtype(dtype));
-}
-
-Tensor laid_out_like(const Tensor& tensor, const Tensor& like) {
-  if (same_layout(tensor, like)) return tensor;
-  return empty_like(like, tensor.scalar_type()).copy_(tensor);
-}
-
-// "parameter 3 of group 0": what error messages call a tensor.
-struct Place {
-  size_t group, index;
-};
-std::ostream& operator<<(std::ostream& out, const Place& place) {
-  return out << "parameter " << place.index << " of group " << place.group;
-}
-
-void check_dtype(const Tensor& tensor, const char* what, const Place& place) {
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
-                  (dtype == at::kDouble && tensor.is_cpu()),
-              "mixprec takes float32, float16 and bfloat16 (on the CPU float64 too), but the ",
-              what, " of ", place, " is ", dtype, " on ", tensor.device(),
-              "; use torch's optimizer and scaler for it");
-}
-
-void check_readable(const Tensor& tensor, const char* what, const Place& place) {
-  check_device(tensor.device());
-  TORCH_CHECK(tensor.layout() == at::kStrided, "the ", what, " of ", place, " is ", tensor.layout(),
-              ", mixprec takes dense tensors; use torch's optimizer for it");
-  TORCH_CHECK(
-      !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage(), "the ", what, " of ",
-      place,
-      " is a tensor subclass without memory of its own (DTensor, say), which mixprec can't read");
-  check_dtype(tensor, what, place);
-}
-
-// Calls f(parameter's Python object, parameter, gradient, place) for each that has a gradient.
-template <typename F>
-void for_each_grad(const py::list& param_groups, F f) {
-  for (size_t group = 0; group < param_groups.size(); ++group) {
-    const auto params = py::cast<py::list>(py::cast<py::dict>(param_groups[group])["params"]);
-    for (size_t i = 0; i < params.size(); ++i) {
-      PyObject* object = PyList_GET_ITEM(params.ptr(), i);
-      const Place place{group, i};
-      TORCH_CHECK_TYPE(THPVariable_Check(object), place, " is a ", Py_TYPE(object)->tp_name,
-                       ", not a tensor");
-      const Tensor& param = THPVariable_Unpack(object);
-      if (param.grad().defined()) f(object, param, param.grad(), place);
-    }
-  }
-}
-
-// Groups what belongs to one device, in the order of first appearance.
-template <typename T>
-T& of_device(std::vector<std::pair<at::Device, T>>& by_device, const at::Device& device) {
-  for (auto& [known, value] : by_device) {
-    if (known == device) return value;
-  }
-  return by_device.emplace_back(device, T{}).second;
-}
-
-Norm norm_of_type(optional<double> norm_type) {
-  if (!norm_type) return Norm::kNone;
-  TORCH_CHECK_VALUE(*norm_type == 2.0 || *norm_type == INFINITY,
-                    "norm_type must be 2.0 or inf, got ", *norm_type,
-                    "; for others call unscale_ and torch.nn.utils.clip_grad_norm_");
-  return *norm_type == 2.0 ? Norm::kL2 : Norm::kInf;
-}
-
-// One pass over the gradients of an optimizer. Returns {device: (found_inf, norm or None)}.
-py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale, bool unscale,
-               optional<double> norm_type, py::dict workspaces) {
-  const c10::NoGradGuard no_grad;
-  const Norm norm = norm_of_type(norm_type);
-  std::vector<std::pair<at::Device, std::vector<Tensor>>> grads_by_device;
-  std::vector<std::pair<Tensor, Tensor>>
-      copies;  // a gradient that is not dense, and its dense copy
-
-  for_each_grad(param_groups, [&](PyObject*, const Tensor& param, const Tensor& found,
-                                  const Place& place) {
-    Tensor grad = found;
-    if (grad.is_sparse()) {
-      // As torch does: of duplicates that are still to be added up, fp16's sum may overflow.
-      if (grad.scalar_type() == at::kHalf) grad = param.mutable_grad() = grad.coalesce();
-      grad = grad._values();
-    }
-    check_readable(grad, "gradient", place);
-    TORCH_CHECK_VALUE(!unscale || grad.scalar_type() != at::kHalf,
-                      "Attempting to unscale FP16 gradients. ",
-                      "mixprec.SGD steps without unscale_: leave the call out, and clip by "
-                      "scaler.clip_grad_norm_(optimizer, max_norm); or get float32 gradients from "
-                      "half_weights(model, grad_dtype=torch.float32)");
-    if (!grad.is_non_overlapping_and_dense()) {
-      TORCH_CHECK(
-          !unscale || at::has_internal_overlap(grad) != at::MemOverlap::Yes, "the gradient of ",
-          place,
-          " can't be unscaled in place: several of its elements share memory; clone() it first");
-      copies.emplace_back(grad, grad.contiguous());
-      grad = copies.back().second;
-    }
-    of_device(grads_by_device, grad.device()).push_back(grad);
-  });
-
-  py::dict result;
-  for (const auto& [device, grads] : grads_by_device) {
-    const auto scalars = at::TensorOptions().device(device).dtype(at::kFloat);
-    const Tensor scale = scalar_on(grad_scale, device, "grad_scale");
-    const Tensor found_inf = at::empty({}, scalars);
-    const Tensor norm_out = norm == Norm::kNone ? Tensor() : at::empty({}, scalars);
-    const py::object key = py::cast(device);
-    Tensor workspace;
-    if (device.is_cuda()) {
-      if (!workspaces.contains(key))
-        workspaces[key] = at::zeros({kCheckWorkspaceInts}, scalars.dtype(at::kInt));
-      workspace = py::cast<Tensor>(workspaces[key]);
-    }
-    CheckArguments arguments{{},
-                             address_of<float>(scale),
-                             unscale,
-                             norm,
-                             address_of<float>(found_inf),
-                             address_of<float>(norm_out),
-                             address_of<void>(workspace)};
-    for (const Tensor& grad : grads) arguments.grads.push_back(data_of(grad));
-    DISPATCH(device, check(arguments));
-    if (unscale)
-      for (const Tensor& grad : grads) bump_version(grad);
-    result[key] =
-        py::make_tuple(found_inf, norm_out.defined() ? py::object(py::cast(norm_out)) : py::none());
-  }
-  if (unscale)
-    for (auto& [grad, copy] : copies) grad.copy_(copy);
-  return result;
-}
 
 bool flag_of(const py::dict& group, const char* name) { return py::bool_(py::object(group[name])); }
 
@@ -472,51 +264,28 @@ void sgd_step(const py::list& param_groups, const py::dict& state, const py::obj
   }
 }
 
-void update_scale(const Tensor& scale, const Tensor& growth_tracker, const Tensor& history,
-                  const Tensor& found_inf, double growth_factor, double backoff_factor,
-                  int growth_interval, double min_scale, double max_scale, int hysteresis) {
-  check_device(scale.device());
-  const Tensor skipped = scalar_on(found_inf, scale.device(), "found_inf");
-  const ScaleData data{address_of<float>(scale), address_of<int>(growth_tracker),
-                       address_of<ScaleHistory>(history), address_of<float>(skipped)};
-  const ScaleRule rule{growth_factor,
-                       backoff_factor,
-                       growth_interval,
-                       static_cast<float>(min_scale),
-                       static_cast<float>(max_scale),
-                       hysteresis};
-  DISPATCH(scale.device(), update_scale(data, rule));
-  for (const Tensor& written : {scale, growth_tracker, history}) bump_version(written);
-}
-
 }  // namespace
-}  // namespace mixprec
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+void bind_sgd(py::module_& module) {
   using namespace pybind11::literals;
-  module.def("check", &mixprec::check, "param_groups"_a, "grad_scale"_a, "unscale"_a, "norm_type"_a,
-             "workspaces"_a);
-  module.def("sgd_step", &mixprec::sgd_step, "param_groups"_a, "state"_a, "initial_master"_a,
+  module.def("sgd_step", &sgd_step, "param_groups"_a, "state"_a, "initial_master"_a,
              "store_param_remainders"_a, "grad_scale"_a, "found_inf"_a, "norm"_a, "max_norm"_a,
              "device_hyperparameters"_a);
   module.def(
       "to_remainder",
-      [](const at::Tensor& weight, const at::Tensor& master) {
-        return mixprec::converted(weight, master, at::kShort);
+      [](const Tensor& weight, const Tensor& master) {
+        return converted(weight, master, at::kShort);
       },
       "weight"_a, "master"_a);
   module.def(
       "to_master",
-      [](const at::Tensor& weight, const at::Tensor& remainder) {
-        return mixprec::converted(weight, remainder, at::kFloat);
+      [](const Tensor& weight, const Tensor& remainder) {
+        return converted(weight, remainder, at::kFloat);
       },
       "weight"_a, "remainder"_a);
-  module.def("update_scale", &mixprec::update_scale, "scale"_a, "growth_tracker"_a, "history"_a,
-             "found_inf"_a, "growth_factor"_a, "backoff_factor"_a, "growth_interval"_a,
-             "min_scale"_a, "max_scale"_a, "hysteresis"_a);
-  using mixprec::DeviceHyperparameters;
-  pybind11::class_<DeviceHyperparameters>(module, "DeviceHyperparameters")
-      .def(pybind11::init<const pybind11::list&>(), "param_groups"_a)
+  py::class_<DeviceHyperparameters>(module, "DeviceHyperparameters")
+      .def(py::init<const py::list&>(), "param_groups"_a)
       .def("store", &DeviceHyperparameters::store, "param_groups"_a);
-  mixprec::bind_guards(module);
 }
+
+}  // namespace mixprec

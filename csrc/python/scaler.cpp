@@ -1,0 +1,112 @@
+// mixprec._C.check and update_scale: what GradScaler does on the device.
+#include <ATen/MemoryOverlap.h>
+
+#include "module.h"
+#include "tensors.h"
+
+namespace mixprec {
+namespace {
+
+Norm norm_of_type(optional<double> norm_type) {
+  if (!norm_type) return Norm::kNone;
+  TORCH_CHECK_VALUE(*norm_type == 2.0 || *norm_type == INFINITY,
+                    "norm_type must be 2.0 or inf, got ", *norm_type,
+                    "; for others call unscale_ and torch.nn.utils.clip_grad_norm_");
+  return *norm_type == 2.0 ? Norm::kL2 : Norm::kInf;
+}
+
+// One pass over the gradients of an optimizer. Returns {device: (found_inf, norm or None)}.
+py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale, bool unscale,
+               optional<double> norm_type, py::dict workspaces) {
+  const c10::NoGradGuard no_grad;
+  const Norm norm = norm_of_type(norm_type);
+  std::vector<std::pair<at::Device, std::vector<Tensor>>> grads_by_device;
+  std::vector<std::pair<Tensor, Tensor>>
+      copies;  // a gradient that is not dense, and its dense copy
+
+  for_each_grad(param_groups, [&](PyObject*, const Tensor& param, const Tensor& found,
+                                  const Place& place) {
+    Tensor grad = found;
+    if (grad.is_sparse()) {
+      // As torch does: of duplicates that are still to be added up, fp16's sum may overflow.
+      if (grad.scalar_type() == at::kHalf) grad = param.mutable_grad() = grad.coalesce();
+      grad = grad._values();
+    }
+    check_readable(grad, "gradient", place);
+    TORCH_CHECK_VALUE(!unscale || grad.scalar_type() != at::kHalf,
+                      "Attempting to unscale FP16 gradients. ",
+                      "mixprec.SGD steps without unscale_: leave the call out, and clip by "
+                      "scaler.clip_grad_norm_(optimizer, max_norm); or get float32 gradients from "
+                      "half_weights(model, grad_dtype=torch.float32)");
+    if (!grad.is_non_overlapping_and_dense()) {
+      TORCH_CHECK(
+          !unscale || at::has_internal_overlap(grad) != at::MemOverlap::Yes, "the gradient of ",
+          place,
+          " can't be unscaled in place: several of its elements share memory; clone() it first");
+      copies.emplace_back(grad, grad.contiguous());
+      grad = copies.back().second;
+    }
+    of_device(grads_by_device, grad.device()).push_back(grad);
+  });
+
+  py::dict result;
+  for (const auto& [device, grads] : grads_by_device) {
+    const auto scalars = at::TensorOptions().device(device).dtype(at::kFloat);
+    const Tensor scale = scalar_on(grad_scale, device, "grad_scale");
+    const Tensor found_inf = at::empty({}, scalars);
+    const Tensor norm_out = norm == Norm::kNone ? Tensor() : at::empty({}, scalars);
+    const py::object key = py::cast(device);
+    Tensor workspace;
+    if (device.is_cuda()) {
+      if (!workspaces.contains(key))
+        workspaces[key] = at::zeros({kCheckWorkspaceInts}, scalars.dtype(at::kInt));
+      workspace = py::cast<Tensor>(workspaces[key]);
+    }
+    CheckArguments arguments{{},
+                             address_of<float>(scale),
+                             unscale,
+                             norm,
+                             address_of<float>(found_inf),
+                             address_of<float>(norm_out),
+                             address_of<void>(workspace)};
+    for (const Tensor& grad : grads) arguments.grads.push_back(data_of(grad));
+    DISPATCH(device, check(arguments));
+    if (unscale)
+      for (const Tensor& grad : grads) bump_version(grad);
+    result[key] =
+        py::make_tuple(found_inf, norm_out.defined() ? py::object(py::cast(norm_out)) : py::none());
+  }
+  if (unscale)
+    for (auto& [grad, copy] : copies) grad.copy_(copy);
+  return result;
+}
+
+void update_scale(const Tensor& scale, const Tensor& growth_tracker, const Tensor& history,
+                  const Tensor& found_inf, double growth_factor, double backoff_factor,
+                  int growth_interval, double min_scale, double max_scale, int hysteresis) {
+  check_device(scale.device());
+  const Tensor skipped = scalar_on(found_inf, scale.device(), "found_inf");
+  const ScaleData data{address_of<float>(scale), address_of<int>(growth_tracker),
+                       address_of<ScaleHistory>(history), address_of<float>(skipped)};
+  const ScaleRule rule{growth_factor,
+                       backoff_factor,
+                       growth_interval,
+                       static_cast<float>(min_scale),
+                       static_cast<float>(max_scale),
+                       hysteresis};
+  DISPATCH(scale.device(), update_scale(data, rule));
+  for (const Tensor& written : {scale, growth_tracker, history}) bump_version(written);
+}
+
+}  // namespace
+
+void bind_scaler(py::module_& module) {
+  using namespace pybind11::literals;
+  module.def("check", &check, "param_groups"_a, "grad_scale"_a, "unscale"_a, "norm_type"_a,
+             "workspaces"_a);
+  module.def("update_scale", &update_scale, "scale"_a, "growth_tracker"_a, "history"_a,
+             "found_inf"_a, "growth_factor"_a, "backoff_factor"_a, "growth_interval"_a,
+             "min_scale"_a, "max_scale"_a, "hysteresis"_a);
+}
+
+}  // namespace mixprec
