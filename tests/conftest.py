@@ -1,5 +1,6 @@
 """Set-up of the whole suite: helper modules, markers, the hypothesis profile."""
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -35,3 +36,29 @@ def poisoned():
 
     with poisoned_memory():
         yield
+
+
+@pytest.fixture
+def tiny_model(monkeypatch):
+    """Benchmarks build benchmark_runs.Tiny, whatever --model says."""
+    from benchmark_runs import use_tiny_model
+
+    use_tiny_model(monkeypatch)
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """Run benchmarks/resnet_cifar.py with options, of which strings are split into words.
+
+    It returns exit code, stdout and stderr.
+    """
+    import resnet_cifar
+
+    monkeypatch.chdir(tmp_path)  # where it looks for ./data and makes ./runs
+
+    def call(*options):
+        words = [option.split() if isinstance(option, str) else [option] for option in options]
+        code = resnet_cifar.main([str(word) for word in itertools.chain(*words)])
+        return code, *capsys.readouterr()
+
+    return call
