@@ -1,7 +1,8 @@
-"""Batches on the GPU before they are asked for."""
+"""Batches copied to the GPU while the one before is in use."""
 
+import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,73 +10,96 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .autocast import default_device_type
 
-__all__ = ["prefetch"]
+Batch = TypeVar("Batch")
 
 
-class prefetch:
-    """Iterates over a loader's batches, the next one being copied while one is in use.
+class prefetch(Generic[Batch]):
+    """Iterates over ``loader`` with every batch on ``device``, one batch ahead on CUDA.
 
-    The copy runs on a stream of its own, from pinned memory, beside the work on the batch before;
-    the stream that is current when a batch is taken waits for its copy, the host does not.
+    A copy that the training loop starts (``x.to("cuda")``) waits in the loop's stream behind all
+    the work queued before it, and out of pageable memory it blocks the host too. Here the next
+    batch is copied from pinned memory on a stream of its own, while the GPU computes with the
+    current one, and nothing waits on the host. Memory for one more batch is the price.
+
+    A batch is a tensor, or any nesting of tuples, lists, dicts and namedtuples; what is not a
+    tensor passes through. Batches come in the loader's order; an error in the loader is raised
+    where its batch would have come. ``len()`` is the loader's.
 
     Args:
-        loader: a ``DataLoader`` or any iterable of batches: tensors in nested tuples, lists, dicts
-            and named tuples; what is not a tensor is passed through. Pin there
-            (``pin_memory=True``), in its own thread; other tensors are pinned here.
-        device: where to; default: the current CUDA device, or ``"cpu"`` where there is none.
+        loader: any iterable of batches, such as a ``DataLoader``. With ``pin_memory=True`` its
+            batches are copied as they are; others are first pinned here, which costs a host copy.
+            It must not write to a batch that it has given out: the copy may still be reading it.
+        device: default: ``"cuda"`` where there is one, else ``"cpu"``. On any device other than
+            CUDA the batches are moved by ``.to(device)``, none ahead.
 
-    Returns:
-        An iterable of the batches, with the loader's length. An error of the loader is raised in
-        the place of its batch.
+    Each batch is ready on the stream that is current where the loop asks for it. As with any
+    tensor, a further stream has to wait for that one first.
 
     Example::
 
+        loader = DataLoader(data, batch_size=256, num_workers=8, pin_memory=True)
         for x, y in mixprec.prefetch(loader):
-            loss = train_step(x, y)
+            train_step(x, y)
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, loader: Iterable[Batch], device: torch.device | str | int | None = None
+    ) -> None:
         self.loader = loader
-        self.device = torch.device(device or default_device_type())
+        self.device = torch.device(default_device_type() if device is None else device)
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)  # type: ignore[arg-type]  # Python's error is the right one
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         if self.device.type != "cuda":
-            for batch in self.loader:
-                yield tree_map_only(Tensor, lambda t: t.to(self.device), batch)
-            return
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            return (_moved(batch, self.device) for batch in self.loader)
+        index = self.device.index
+        return self._one_ahead(torch.cuda.current_device() if index is None else index)
 
-        def copied(tensor: Tensor) -> Tensor:
-            if tensor.device.type == "cpu" and not tensor.is_pinned():
-                tensor = tensor.pin_memory()
-            return tensor.to(self.device, non_blocking=True)
-
-        batches, error = iter(self.loader), None
-        waiting: list[tuple[Any, torch.cuda.Event]] = []
-        while True:
+    def _one_ahead(self, device: int) -> Iterator[Batch]:
+        copies = self._copies(_copy_stream(device))
+        ahead = next(copies, None)
+        failure: Exception | None = None
+        while ahead is not None:
+            batch, copied = ahead
             try:
-                batch = next(batches)
-                with torch.cuda.stream(stream):
-                    waiting.append((tree_map_only(Tensor, copied, batch), stream.record_event()))
-            except StopIteration:
-                break
-            except Exception as raised:  # the batch before comes first
-                error = raised
-                break
-            if len(waiting) > 1:
-                yield self.taken(*waiting.pop(0))
-        for batch, event in waiting:
-            yield self.taken(batch, event)
-        if error is not None:
-            raise error
+                ahead = next(copies, None)
+            except Exception as error:  # belongs to the next batch: the loop gets this one first
+                ahead, failure = None, error
+            current = torch.cuda.current_stream(device)
+            current.wait_event(copied)
+            # The memory is the copy stream's. Without this, what the loop drops could be
+            # overwritten by the next copy while its kernels still read it.
+            for leaf in tree_leaves(batch):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(current)
+            yield batch
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback holds this frame, and with it the loader's workers
 
-    def taken(self, batch: Any, event: torch.cuda.Event) -> Any:
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(event)
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Tensor):
-                leaf.record_stream(current)  # else freed memory is copied into while still in use
-        return batch
+    def _copies(self, stream: torch.cuda.Stream) -> Iterator[tuple[Batch, torch.cuda.Event]]:
+        """Batches whose copies have been started, each with the event after its last one."""
+        for batch in self.loader:
+            with torch.cuda.stream(stream):
+                copy = _moved(batch, stream.device)
+            yield copy, stream.record_event()
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    def move(tensor: Tensor) -> Tensor:
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()  # itself, if it is pinned
+        return tensor.to(device, non_blocking=device.type == "cuda")
+
+    moved: Batch = tree_map_only(Tensor, move, batch)
+    return moved
+
+
+@functools.cache
+def _copy_stream(device: int) -> torch.cuda.Stream:
+    """One a device: the allocator keeps memory by stream, and a new one would start with none."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

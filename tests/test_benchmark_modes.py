@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from test_resnet_cifar import TINY, results, use_tiny_model
+from benchmark_runs import TINY, results, use_tiny_model
 
-import _batches  # isort: skip  on sys.path since test_resnet_cifar
+import _batches  # isort: skip  on sys.path since benchmark_runs
 import _data  # isort: skip
 import _train  # isort: skip
 import resnet_cifar  # isort: skip
 
-AUGMENTED = [*TINY, "--augment"]
+AUGMENTED = [*TINY.split(), "--augment"]
 
 
 def losses(folder):
@@ -44,7 +44,7 @@ def test_augmented_run_resumes(tmp_path, monkeypatch):
     assert resnet_cifar.main(["--resume", str(tmp_path / "out")]) == 0
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
-    plain = [*TINY, "--modes", "mixprec", "--out", str(tmp_path / "plain")]
+    plain = [*TINY.split(), "--modes", "mixprec", "--out", str(tmp_path / "plain")]
     assert resnet_cifar.main(plain) == 0
     assert losses(tmp_path / "plain") != losses(tmp_path / "whole")
 
