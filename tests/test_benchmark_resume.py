@@ -17,6 +17,7 @@ from benchmark_runs import (
     resnet_cifar,
     use_tiny_model,
 )
+from helpers import needs_cuda
 
 RESUMED = f"{TINY} --modes amp mixprec"
 
@@ -133,3 +134,28 @@ def test_resume_refuses_another_run(run, tiny_model, undisturbed):
     (undisturbed.parent / "checkpoint.pt").write_bytes(b"no checkpoint")
     code, _, err = run("--resume", undisturbed.parent)
     assert code == 2 and "is damaged" in err and err.count("\n") == 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("mark", [4, 20, 30, 40])  # of 13 in each epoch; a graph is captured at 5
+def test_on_cuda_with_a_graph(run, tiny_model, tmp_path, monkeypatch, mark):
+    overflow_at_label_2(monkeypatch)
+    options = "--device cuda --deterministic --data synthetic --train-limit 96 --batch-size 8"
+    options += " --epochs 2 --modes amp mixprec"
+    assert run(options, "--out undisturbed")[0] == 0
+    with monkeypatch.context() as patch:
+        interrupt_at_call(patch, _train.Clock, "mark", mark)
+        assert run(options, "--out out")[0] == 130
+    assert run("--resume out")[0] == 0
+    assert_same_training(tmp_path / "out", tmp_path / "undisturbed")
+
+
+@needs_cuda
+def test_out_of_memory_on_cuda(run, tiny_model):
+    torch.cuda.set_per_process_memory_fraction(1e-4)
+    try:
+        code, _, err = run("--device cuda --data synthetic --train-limit 9000 --batch-size 9000")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert code == 2 and err.count("\n") == 1
+    assert "out of memory" in err and "--batch-size 4500" in err

@@ -204,6 +204,7 @@ CHANGES = {
     "momentum off": lambda t: t.optimizer.param_groups[0].update(momentum=0.0),
     "momentum": lambda t: t.optimizer.param_groups[0].update(momentum=0.3),
     "weight decay off": lambda t: t.optimizer.param_groups[0].update(weight_decay=0.0),
+    "remainders": lambda t: setattr(t.optimizer, "store_param_remainders", True),
     "gradients dropped": lambda t: t.optimizer.zero_grad(),
     "layout": lambda t: t.model.to(memory_format=torch.channels_last),
     "moved": lambda t: (t.model.cpu(), t.model.cuda()),
