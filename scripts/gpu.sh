@@ -31,10 +31,7 @@ for name in "${@:-build test sanitize step train}"; do for part in $name; do
           tee "$output/$tool.log" | tail -n 8
       done ;;
     step)
-      python3 benchmarks/optimizer_step.py --models resnet18,resnet50,vit_l_16,transformer_1b,small_tensors \
-        --output "$output/step.json" 2>&1 | tee "$output/step.log"
-      python3 benchmarks/optimizer_step.py --models resnet18,vit_l_16 --clip 1.0 \
-        --output "$output/clip.json" 2>&1 | tee "$output/clip.log" ;;
+      python3 benchmarks/optimizer_step.py --clip 1.0 --out "$output/step" 2>&1 | tee "$output/step.log" ;;
     train)
       python3 benchmarks/resnet_cifar.py --out "$output/train" "${train_args[@]}" 2>&1 | tee "$output/train.log" ;;
     *) echo "unknown step: $part" >&2; exit 2 ;;
