@@ -125,7 +125,10 @@ class CapturedStep:
         if self.calls == self.WARM_UP + 1:
             self.inputs = [x.clone(), y.clone()]
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
+            # thread_local: a DataLoader's own thread pins memory whenever it likes.
+            with torch.cuda.graph(
+                self.graph, stream=self.stream, capture_error_mode="thread_local"
+            ):
                 self.result = self.step(*self.inputs)
         for static, given in zip(self.inputs, (x, y), strict=True):
             static.copy_(given)
