@@ -66,6 +66,9 @@ def stores_of(optimizers: list[Optimizer], device: torch.device) -> list[Store]:
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
+    # With autocast around the call, casts of weights live on: one made before must not be in the
+    # graph, nor one of the graph's be used outside.
+    torch.clear_autocast_cache()
     # thread_local: other threads (a DataLoader's pinning) may call what a capture may not.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
@@ -73,11 +76,14 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> I
     except BaseException:
         _abandon(graph, pool, device)
         raise
-    try:
-        graph.capture_end()
-    except BaseException:
-        _repair(pool, device)
-        raise
+    else:
+        try:
+            graph.capture_end()
+        except BaseException:
+            _repair(pool, device)
+            raise
+    finally:
+        torch.clear_autocast_cache()
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:

@@ -117,7 +117,7 @@ class Found:
             names = ("params", "nesterov", "maximize", ("momentum",))
         else:
             on_device = {"lr"} if is_fused(optimizer) else set()
-            names = tuple(set().union(*optimizer.param_groups) - on_device)
+            names = tuple(sorted(set().union(*optimizer.param_groups) - on_device))
         self.watched.append((vars(optimizer), "param_groups", names))
         for group in optimizer.param_groups:
             self.visit_all(group["params"])

@@ -339,6 +339,18 @@ def test_compiled_module():
     assert graphs_of(ours) == 1
 
 
+def test_autocast_around_the_call():
+    """Its cache of weights cast in plain calls is not what a graph reads."""
+    ours, plain = Trainer(False), Trainer(False)
+    for trainer, step in ((ours, ours.step), (plain, plain.plain_step)):
+        torch.manual_seed(3)
+        for batch in batches(12):
+            with mixprec.autocast():
+                trainer.model(batch[0])
+                step(*batch)
+    assert_same(ours, plain)
+
+
 def test_cpu_batches_are_moved():
     data = list(batches(10))
     ours, plain = Trainer(), Trainer()

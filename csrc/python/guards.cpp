@@ -108,17 +108,15 @@ class Gradients {
             const std::vector<Tensor>& written)
       : params_(std::move(params)), written_(written) {
     for (size_t i = 0; i < params_.size(); ++i) {
-      before_.push_back(before[i].value_or(Tensor()));
       after_.push_back(params_[i].grad());
+      const bool thrown_away = before[i] && !before[i]->is_same(after_[i]);
+      before_.push_back(thrown_away ? std::nullopt : std::optional(before[i].value_or(Tensor())));
     }
   }
 
-  // A gradient that the function threw away (zero_grad) may be any now. One that was not there, or
-  // that it added to, must be the same again.
   bool match() const {
     for (size_t i = 0; i < params_.size(); ++i) {
-      const bool thrown_away = before_[i].defined() && !before_[i].is_same(after_[i]);
-      if (!thrown_away && !params_[i].grad().is_same(before_[i])) return false;
+      if (before_[i] && !params_[i].grad().is_same(*before_[i])) return false;
     }
     return true;
   }
@@ -132,7 +130,10 @@ class Gradients {
   }
 
  private:
-  std::vector<Tensor> params_, before_, after_, written_;
+  std::vector<Tensor> params_, after_, written_;
+  // A gradient that the function threw away (zero_grad) may be any now: none here. One that was not
+  // there (undefined), or that it added to, must be the same again.
+  std::vector<std::optional<Tensor>> before_;
 };
 
 }  // namespace
