@@ -1,5 +1,7 @@
 """store_param_remainders: what 16 bits beside a half weight hold, and training with them."""
 
+import copy
+
 import oracle
 import pytest
 import torch
@@ -202,20 +204,23 @@ def test_fp32_gradients_on_half_parameters(device, dtype):
 @on_devices
 def test_clipping(device):
     ours = make_optimizer(device, DTYPES, lr=0.01, momentum=0.9)
-    params = [torch.nn.Parameter(param.detach().clone()) for param in params_of(ours)]
-    twin = mixprec.SGD(params, lr=0.01, momentum=0.9)
-    steps = random_steps(torch.Generator().manual_seed(6), params, [False, True, False], scale=1e5)
-    for optimizer in (ours, twin):
+    twin, unclipped = copy.deepcopy(ours), copy.deepcopy(ours)
+    twin.store_param_remainders = False
+    generator = torch.Generator().manual_seed(6)
+    steps = random_steps(generator, params_of(ours), [False, True, False], scale=1e3)
+    for optimizer, max_norm in ((ours, 0.5), (twin, 0.5), (unclipped, 1e6)):
         scaler = mixprec.GradScaler(device, 1000.0)
         for grads in steps:
             set_grads(optimizer, grads)
             scaler.scale(torch.zeros((), device=device))
-            scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.clip_grad_norm_(optimizer, max_norm)
             scaler.step(optimizer)
             scaler.update()
-    for param, master, other in zip(params_of(ours), masters(ours), params, strict=True):
+    for param, master, other in zip(params_of(ours), masters(ours), params_of(twin), strict=True):
         assert_same_bits(master, twin.state[other].get("master", other).detach())
         assert_same_bits(param, rounded(master, param.dtype) if param.dtype in HALF else master)
+    for master, other in zip(masters(ours), masters(unclipped), strict=True):
+        assert (master != other).any()
 
 
 @on_devices
