@@ -97,8 +97,10 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> No
 
 def _repair(pool: Any, device: torch.device) -> None:
     """After a capture that CUDA gave up, torch still has allocator and generator in it."""
+    old_name = "_cuda_endAllocateCurrentStreamToPool"  # torch 2.6's
+    end = getattr(torch._C, old_name, None) or torch._C._cuda_endAllocateToPool
     with contextlib.suppress(RuntimeError):  # some versions of torch have ended it
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+        end(device.index, pool)
     torch._C._cuda_releasePool(device.index, pool)
     graph = torch.cuda.CUDAGraph()  # one that succeeds sets the generator right
     graph.capture_begin(capture_error_mode="thread_local")
