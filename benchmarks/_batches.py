@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import sys
 import traceback
@@ -11,39 +13,41 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from _config import BenchmarkError, Config
-from _data import ImageSet, Source, progress_bar
+from _data import BORDER, ImageSet, Source, progress_bar
 from rich.console import Console
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-try:
-    from mixprec import prefetch
-except ImportError:  # the modes of torch alone run without it
-
-    def prefetch(loader: DataLoader, device: torch.device) -> Iterator:
-        for x, y in loader:
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-
-
-MAX_SHIFT = 4  # pixels, of --augment
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
-class DeviceBatches:
-    """All images on the device as uint8; a batch is gathered and normalised in two kernels."""
+def random_crops(count: int, generator: torch.Generator) -> torch.Tensor:
+    """--augment: for each image the crop's top and left, in it with its border, and 1 for a flip.
 
-    def __init__(self, split: ImageSet, device: torch.device, console: Console):
-        images = np.empty((len(split), *split.size, 3), np.uint8)
+    As numbers, so that every mode, loader and resumed run makes the same images of them.
+    """
+    corners = torch.randint(2 * BORDER + 1, (2, count), generator=generator)
+    return torch.cat((corners, torch.randint(2, (1, count), generator=generator)))
+
+
+class DeviceBatches:
+    """All images on the device as uint8; a batch is gathered and normalised in two kernels.
+
+    With random crops two more make their indices, and images need a `border`.
+    """
+
+    def __init__(self, split: ImageSet, device: torch.device, console: Console, border: int = 0):
+        height, width = self.size = split.size
+        images = np.zeros((len(split), height + 2 * border, width + 2 * border, 3), np.uint8)
+        inside = images[:, border : border + height, border : border + width]
         with ThreadPoolExecutor() as pool, progress_bar(console) as progress:
             bar = progress.add_task("reading images", total=len(split))
             for index, pixels in enumerate(pool.map(split.pixels, range(len(split)))):
-                images[index] = pixels
+                inside[index] = pixels
                 if index % 500 == 0:
                     progress.update(bar, completed=index)
         self.images = torch.from_numpy(images).to(device)  # NHWC
         self.labels = split.labels.to(device)
-        self.rows, self.columns = (torch.arange(n, device=device) for n in split.size)
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
         self.scale, self.shift = 1 / (255 * std), -mean / std
 
@@ -55,39 +59,47 @@ class DeviceBatches:
         order: torch.Tensor,
         batch_size: int,
         memory_format: torch.memory_format,
-        shifts: torch.Tensor | None = None,
+        crops: torch.Tensor | None = None,
     ) -> Iterator:
-        if shifts is not None:
-            shifts = shifts.to(self.images.device)
         order = order.to(self.images.device)
-        batches = zip(order.split(batch_size), self.labels[order].split(batch_size), strict=True)
-        for indices, y in batches:
-            pixels = self.images[indices]
-            if shifts is not None:
-                pixels = self.shifted(pixels, shifts[indices])
-            pixels = pixels.permute(0, 3, 1, 2)
+        labels = self.labels[order].split(batch_size)
+        for pixels, y in zip(self.gathered(order, batch_size, crops), labels, strict=True):
             # Straight into the mode's layout, so that no mode pays for a conversion.
+            pixels = pixels.permute(0, 3, 1, 2)
             x = torch.empty(pixels.shape, device=pixels.device, memory_format=memory_format)
             yield torch.addcmul(self.shift, pixels, self.scale, out=x), y
 
-    def shifted(self, pixels: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-        """Each image moved and mirrored, black where it moved away from, by one gather."""
-        down, right, mirrored = (column[:, None] for column in shifts.unbind(1))
-        columns = torch.where(mirrored.bool(), self.columns.flip(0), self.columns)
-        rows = (self.rows - down + MAX_SHIFT)[:, :, None]
-        columns = (columns - right + MAX_SHIFT)[:, None, :]
-        padded = F.pad(pixels, (0, 0, *(MAX_SHIFT,) * 4))
-        return padded[torch.arange(len(pixels), device=pixels.device)[:, None, None], rows, columns]
+    def gathered(
+        self, order: torch.Tensor, batch_size: int, crops: torch.Tensor | None
+    ) -> Iterator[torch.Tensor]:
+        if crops is None:
+            for images in order.split(batch_size):
+                yield self.images.index_select(0, images)
+            return
+        down, across = (torch.arange(length, device=order.device) for length in self.size)
+        tops, lefts, flips = crops.to(order.device)
+        # A flipped row is read from its last pixel backwards.
+        starts, directions = lefts + flips * (len(across) - 1), 1 - 2 * flips
+        numbers = (each[:, None].split(batch_size) for each in (order, tops, starts, directions))
+        for images, top, start, direction in zip(*numbers, strict=True):
+            rows, columns = top + down, torch.addcmul(start, direction, across)
+            yield self.images[images[:, None], rows[:, :, None], columns[:, None]]
 
 
 class LoaderBatches:
-    """torch's DataLoader as the tutorials use it."""
+    """torch's DataLoader as the tutorials use it, prefetched by mixprec where that is installed."""
 
     def __init__(self, split: ImageSet, device: torch.device, workers: int):
         split.transform = transforms.Compose(
             [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
         )
         self.split, self.device, self.workers = split, device, workers
+        try:
+            from mixprec import prefetch
+        except ImportError:  # modes of plain torch run without it
+            self.on_device = lambda loader: loader
+        else:
+            self.on_device = functools.partial(prefetch, device=device)
 
     def __len__(self) -> int:
         return len(self.split)
@@ -97,13 +109,13 @@ class LoaderBatches:
         order: torch.Tensor,
         batch_size: int,
         memory_format: torch.memory_format,
-        shifts: torch.Tensor | None = None,
+        crops: torch.Tensor | None = None,
     ) -> Iterator:
-        self.split.shifts = shifts
+        picked = [None] * len(order) if crops is None else crops.T.tolist()
         loader = DataLoader(
             self.split,
             batch_size,
-            sampler=order.tolist(),
+            sampler=list(zip(order.tolist(), picked, strict=True)),
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             # A fork inherits the loop's handler, and so outlives the Ctrl-C that reaches it too.
@@ -112,8 +124,9 @@ class LoaderBatches:
             generator=torch.Generator().manual_seed(0),
         )
         try:
-            for x, y in prefetch(loader, self.device):
-                yield x.contiguous(memory_format=memory_format), y
+            for x, y in self.on_device(loader):
+                x = x.to(self.device, memory_format=memory_format, non_blocking=True)
+                yield x, y.to(self.device, non_blocking=True)
         except BenchmarkError as error:  # a worker's comes with its traceback in the text
             # The frames hold the loader in a cycle, and one freed by gc waits 10 s for its workers.
             traceback.clear_frames(error.__traceback__)
@@ -139,8 +152,12 @@ def load_splits(source: Source, config: Config, console: Console) -> dict:
             "training images"
         )
     device = torch.device(config.device)
+    borders = {"train": BORDER if config.augment else 0, "test": 0}
     if config.loader is None:
-        needed = sum(map(len, splits.values())) * source.size[0] * source.size[1] * 3
+        needed = sum(
+            3 * len(split) * math.prod(side + 2 * borders[name] for side in source.size)
+            for name, split in splits.items()
+        )
         config.loader = "device" if needed < memory_for_images(device) else "torch"
         if config.loader == "torch":
             console.print(f"{needed / 2**30:.1f} GiB of images do not fit: using --loader torch.")
@@ -148,7 +165,9 @@ def load_splits(source: Source, config: Config, console: Console) -> dict:
         return {
             name: LoaderBatches(split, device, config.workers) for name, split in splits.items()
         }
-    return {name: DeviceBatches(split, device, console) for name, split in splits.items()}
+    return {
+        name: DeviceBatches(split, device, console, borders[name]) for name, split in splits.items()
+    }
 
 
 def memory_for_images(device: torch.device) -> int:

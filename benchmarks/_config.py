@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torchvision
-from _modes import MODES
+from _modes import DEFAULT_MODES, MODES
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -23,9 +23,7 @@ class BenchmarkError(Exception):
 class Config:
     """What a run depends on. None means: decided by `resolve_device_defaults` or by the data."""
 
-    modes: list[str] = field(
-        default_factory=lambda: [name for name, mode in MODES.items() if mode.is_default]
-    )
+    modes: list[str] = field(default_factory=lambda: list(DEFAULT_MODES))
     seeds: list[int] = field(default_factory=lambda: [0])
     model: str = "resnet18"
     epochs: int | None = None
@@ -62,6 +60,12 @@ class Config:
 
 
 class Parser(argparse.ArgumentParser):
+    def parse_args(self, *arguments) -> argparse.Namespace:
+        options = super().parse_args(*arguments)
+        if "all" in getattr(options, "modes", ()):
+            options.modes = list(MODES)
+        return options
+
     def error(self, message: str):
         raise BenchmarkError(f"{message} (--help lists the options)")
 
@@ -100,10 +104,10 @@ def build_parser() -> Parser:
     add(
         "--modes",
         nargs="+",
-        choices=MODES,
+        choices=[*MODES, "all"],
         metavar="MODE",
         help="; ".join(f"{name}: {mode.summary}" for name, mode in MODES.items())
-        + " (default: fp32 amp mixprec)",
+        + f"; all: all of them (default: {' '.join(DEFAULT_MODES)})",
     )
     add(
         "--seeds",
@@ -117,18 +121,23 @@ def build_parser() -> Parser:
     add(
         "--dtype",
         choices=list(DTYPES),
-        help="of amp and mixprec (default: fp16 on CUDA, bf16 on a CPU)",
+        help="of amp, amp-best and mixprec (default: fp16 on CUDA, bf16 on a CPU)",
     )
     add(
         "--channels-last",
         action=argparse.BooleanOptionalAction,
         help="memory format of every mode (default: contiguous, but see --modes)",
     )
-    add("--compile", action="store_true", help="torch.compile the model, in every mode")
+    add(
+        "--compile",
+        action="store_true",
+        help="torch.compile the model, in every mode (default: only in amp-best on CUDA)",
+    )
     add(
         "--graph",
         action=argparse.BooleanOptionalAction,
-        help="of mixprec on CUDA: the whole step as one graph replay (default: on)",
+        help="of mixprec on CUDA: the training step as one CUDA graph, by mixprec.graphed; "
+        "--no-graph: eager (default: --graph; amp-best always has one, no other mode has)",
     )
     add(
         "--deterministic",
@@ -164,14 +173,16 @@ def build_parser() -> Parser:
         "--loader",
         choices=("device", "torch"),
         help="device: all images on the device as uint8, normalised there; torch: a DataLoader "
-        "with ToTensor and Normalize (default: device where the data fits)",
+        "with ToTensor and Normalize, copied ahead by mixprec.prefetch where that is installed "
+        "(default: device where the data fits)",
     )
+    add("--workers", type=at_least(0), metavar="N", help="processes of --loader torch (default: 2)")
     add(
         "--augment",
         action="store_true",
-        help="shift images by up to 4 pixels and mirror half of them, anew in each epoch",
+        help="crop training images at random from a border of 4 pixels, and flip every other one; "
+        "every mode and a resumed run see the same",
     )
-    add("--workers", type=at_least(0), metavar="N", help="processes of --loader torch (default: 2)")
     add(
         "--train-limit",
         type=at_least(0),

@@ -19,7 +19,9 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.datasets.utils import check_integrity
+from torchvision.transforms import functional
 
+BORDER = 4  # black pixels around an image that a random crop may reach into
 CIFAR_ROOT = Path("data")  # where torch's tutorials put it
 STALL_SECONDS = 8.0  # a download that brings less than STALL_BYTES in this time is given up
 STALL_BYTES = 1 << 18
@@ -40,18 +42,18 @@ class ImageSet(Dataset):
         self.size = size  # height, width that `open` returns
         self.resize = resize
         self.transform: Callable | None = None
-        self.shifts: torch.Tensor | None = None  # see Training.shifts
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int):
+    def __getitem__(self, item: tuple[int, tuple[int, int, int] | None]):
+        """Image and label of an index; cropped and flipped as `random_crops` says, if it does."""
+        index, crop = item
         image = self.open(index)
-        if self.shifts is not None:
-            down, right, mirrored = self.shifts[index].tolist()
-            # `transform` takes from x + 1 * column + right: black beyond the edges
-            left = (1, 0, -right) if not mirrored else (-1, 0, image.width - right)
-            image = image.transform(image.size, Image.Transform.AFFINE, (*left, 0, 1, -down))
+        if crop:
+            top, left, flip = crop
+            image = functional.crop(image, top - BORDER, left - BORDER, *self.size)
+            image = functional.hflip(image) if flip else image
         return self.transform(image) if self.transform else image, self.labels[index]
 
     def open(self, index: int) -> Image.Image:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torchvision
+from _graph import HandCaptured, Step
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,19 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Setup:
-    """A mode made ready. `clip` unscales and clips the gradients in the mode's own way."""
+    """A mode made ready.
+
+    `clip` unscales and clips the gradients, and `capture` makes a CUDA graph of a step, each in the
+    mode's own way.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     autocast: Callable[[], contextlib.AbstractContextManager]
     clip: Callable[[], Any]
+    capture: Callable[[Step], Step] = lambda step: step
     forward: Callable[[torch.Tensor], Any] | None = None  # the model, compiled if asked for
-    step: Callable[..., torch.Tensor] | None = None  # train_step, in a graph if the mode has one
     memory_format: torch.memory_format = torch.contiguous_format
 
     def train_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns the loss and the scale after the step, as one tensor."""
         self.optimizer.zero_grad()
         with self.autocast():
             loss = F.cross_entropy(logits(self.forward(x)), y)
@@ -38,7 +42,7 @@ class Setup:
         self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return torch.stack((loss.detach(), self.scaler.scale(torch.ones_like(loss))))
+        return loss.detach()
 
 
 def logits(output: Any) -> torch.Tensor:
@@ -47,13 +51,11 @@ def logits(output: Any) -> torch.Tensor:
 
 
 def torch_setup(
-    model: nn.Module,
-    config: Config,
-    dtype: torch.dtype | None,
-    scaled: bool = True,
-    fused: bool | None = None,
+    model: nn.Module, config: Config, dtype: torch.dtype | None, scaled: bool, fused: bool = False
 ) -> Setup:
-    optimizer = torch.optim.SGD(model.parameters(), **config.sgd_options, fused=fused)
+    """The parts that torch has; `dtype` is autocast's, None for none."""
+    # Not fused=False: that would also turn off foreach, torch's default.
+    optimizer = torch.optim.SGD(model.parameters(), fused=fused or None, **config.sgd_options)
     scaler = torch.amp.GradScaler(config.device_type, enabled=scaled)
 
     def autocast() -> torch.autocast:
@@ -71,18 +73,22 @@ def fp32(model: nn.Module, config: Config) -> Setup:
     return torch_setup(model, config, None, scaled=False)
 
 
-def amp(model: nn.Module, config: Config) -> Setup:
-    return torch_setup(model, config, config.half_dtype)
-
-
 def bf16(model: nn.Module, config: Config) -> Setup:
     return torch_setup(model, config, torch.bfloat16, scaled=False)
 
 
+def amp(model: nn.Module, config: Config) -> Setup:
+    return torch_setup(model, config, config.half_dtype, scaled=True)
+
+
 def amp_best(model: nn.Module, config: Config) -> Setup:
-    setup = torch_setup(model, config, config.half_dtype, fused=True)
+    setup = torch_setup(model, config, config.half_dtype, scaled=True, fused=True)
+    if config.momentum:
+        # torch's fused SGD reads momentum that nobody wrote if the first step is skipped.
+        for param in model.parameters():
+            setup.optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
     if config.device_type == "cuda":
-        setup.step = CapturedStep(setup.train_step)
+        setup.capture = HandCaptured
     return setup
 
 
@@ -100,40 +106,10 @@ def mixprec(model: nn.Module, config: Config) -> Setup:
         if config.clip_norm is not None:
             scaler.clip_grad_norm_(optimizer, config.clip_norm)
 
-    setup = Setup(model, optimizer, scaler, autocast, clip)
-    setup.step = mixprec.graphed(setup.train_step, enabled=config.graph)
-    return setup
+    def capture(step: Step) -> Step:
+        return mixprec.graphed(step, enabled=config.graph)
 
-
-class CapturedStep:
-    """A step as one CUDA graph, by hand, as torch's documentation describes it."""
-
-    WARM_UP = 3
-
-    def __init__(self, step: Callable[..., torch.Tensor]):
-        self.step, self.calls = step, 0
-        self.stream = torch.cuda.Stream()
-
-    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls <= self.WARM_UP:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                result = self.step(x, y)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return result
-        if self.calls == self.WARM_UP + 1:
-            self.inputs = [x.clone(), y.clone()]
-            self.graph = torch.cuda.CUDAGraph()
-            # thread_local: a DataLoader's own thread pins memory whenever it likes.
-            with torch.cuda.graph(
-                self.graph, stream=self.stream, capture_error_mode="thread_local"
-            ):
-                self.result = self.step(*self.inputs)
-        for static, given in zip(self.inputs, (x, y), strict=True):
-            static.copy_(given)
-        self.graph.replay()
-        return self.result.clone()
+    return Setup(model, optimizer, scaler, autocast, clip, capture)
 
 
 @dataclass(frozen=True)
@@ -142,41 +118,41 @@ class Mode:
     summary: str
     channels_last_on_cuda: bool = False
     compile_on_cuda: bool = False
-    is_default: bool = True
 
 
 MODES = {
     "fp32": Mode(fp32, "no mixed precision"),
+    "bf16": Mode(bf16, "torch.autocast in bfloat16 + torch.optim.SGD, no scaler, eager"),
     "amp": Mode(amp, "torch.autocast + torch.amp.GradScaler + torch.optim.SGD, eager"),
-    "mixprec": Mode(
-        mixprec,
-        "half_weights, mixprec.SGD, mixprec.GradScaler; on CUDA channels_last and mixprec.graphed",
-        channels_last_on_cuda=True,
-    ),
     "amp-best": Mode(
         amp_best,
-        "the fastest of torch alone: amp with fused SGD and, on CUDA, channels_last, torch.compile "
-        "and the whole step captured by hand in a CUDA graph",
+        "amp with all that plain torch has: SGD(fused=True), and on CUDA channels_last, "
+        "torch.compile and a CUDA graph of the whole step captured by hand",
         channels_last_on_cuda=True,
         compile_on_cuda=True,
-        is_default=False,
     ),
-    "bf16": Mode(bf16, "torch.autocast in bfloat16 without a scaler, eager", is_default=False),
+    "mixprec": Mode(
+        mixprec,
+        "half_weights, mixprec.SGD and mixprec.GradScaler; on CUDA channels_last and graphed",
+        channels_last_on_cuda=True,
+    ),
 }
+DEFAULT_MODES = ("fp32", "amp", "mixprec")
 
 
 def build(mode: str, seed: int, num_classes: int, config: Config) -> Setup:
     """The same seed gives every mode the same initial weights and random state."""
     torch.manual_seed(seed)
     model = torchvision.models.get_model(config.model, weights=None, num_classes=num_classes)
+    on_cuda = config.device_type == "cuda"
     channels_last = config.channels_last
     if channels_last is None:
-        channels_last = config.device_type == "cuda" and MODES[mode].channels_last_on_cuda
+        channels_last = on_cuda and MODES[mode].channels_last_on_cuda
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     setup = MODES[mode].make(model.to(config.device, memory_format=memory_format).train(), config)
     setup.memory_format = memory_format
-    on_cuda = config.device_type == "cuda"
-    compiled = config.compile or (on_cuda and MODES[mode].compile_on_cuda)
-    setup.forward = torch.compile(setup.model) if compiled else setup.model
-    setup.step = setup.step or setup.train_step
+    setup.forward = setup.model
+    if config.compile or (on_cuda and MODES[mode].compile_on_cuda):
+        torch.compiler.reset()  # nothing that another mode compiled
+        setup.forward = torch.compile(setup.model)
     return setup

@@ -63,7 +63,10 @@ def describe(config: Config, data: dict) -> str:
     return (
         f"{config.model}, {data['name']}, {data['train']:,} training and {data['test']:,} test "
         f"images of {data['width']}x{data['height']}, batch {config.batch_size}, "
-        f"epochs {config.epochs}, {config.dtype}" + (", compiled" if config.compile else "")
+        f"epochs {config.epochs}, {config.dtype}"
+        + (", augmented" if config.augment else "")
+        + (", compiled" if config.compile else "")
+        + ("" if config.graph else ", mixprec without graph")
     )
 
 
@@ -80,6 +83,7 @@ def summarise(results: list[dict]) -> list[dict]:
             {
                 "mode": mode,
                 "seeds": [run["seed"] for run in runs],
+                "warm_up": runs[0]["warm_up"],
                 "iteration_ms": {"median": median, "p10": p10, "p90": p90, "count": len(laps)},
                 "train_seconds": [run["train_seconds"] for run in runs],
                 "peak_memory_bytes": max(peaks, default=None),
@@ -107,8 +111,11 @@ def summarise(results: list[dict]) -> list[dict]:
 def table(rows: list[dict], on_cuda: bool) -> Table:
     """One column a mode, so that it fits a narrow terminal."""
     result = Table(caption_justify="left")
-    result.caption = "Times: after warm-up, without evaluation. Peak memory: " + (
-        "of training, after warm-up, without the data." if on_cuda else "not measured on a CPU."
+    warm_up = rows[0]["warm_up"]
+    result.caption = (
+        f"Times of an iteration leave out the first {warm_up} after every start (algorithms are "
+        "searched, code compiled, graphs captured) and evaluation. Peak memory: "
+        + ("of training, without the data." if on_cuda else "not measured on a CPU.")
     )
     result.add_column("")
     for row in rows:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _batches import MAX_SHIFT
+from _batches import random_crops
 from _config import BenchmarkError, Config
 from _modes import build
 
-# Iterations until cuDNN's search for algorithms is over. A graph is captured after them: its memory
-# counts as allocated then, and no longer while replays use it.
-MEMORY_WARM_UP = 3
+WARM_UP = 20  # untimed iterations: cuDNN's search, compilation, and a graph's capture by the 6th
 REPORT_SECONDS = 0.5  # how often the loop reads a loss back, which waits for the device
 
 
@@ -74,32 +72,27 @@ class Training:
         # The ragged last batch is left out: every iteration timed has the same size.
         self.steps_per_epoch = len(data["train"]) // config.batch_size
         total_steps = config.epochs * self.steps_per_epoch
-        self.warm_up = min(20, total_steps // 4)
+        # On a CPU, where an iteration is slow and nothing is captured, a short run is timed too.
+        self.warm_up = WARM_UP if self.device.type == "cuda" else min(WARM_UP, total_steps // 4)
+        self.untimed = self.warm_up  # of it, what is still to come
 
         gc.collect()  # what the mode before left behind
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             self.memory_before = torch.cuda.memory_allocated()
-        if config.compile:
-            torch.compiler.reset()
         self.setup = build(mode, seed, num_classes, config)
-        # Loss and scale of every step stay on the device until somebody looks; those of the last
-        # few steps in a list, since a launch for each would cost the host time.
+        # Loss and scale of every step stay on the device until somebody looks.
         self.losses = torch.zeros(total_steps, device=self.device)
         self.scales = torch.zeros(total_steps, device=self.device)
-        self.recent: list[torch.Tensor] = []
+        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)  # `step`, on the device
+        self.one = torch.ones(1, device=self.device)
+        self.run_step = self.setup.capture(self.recorded_step)
         self.first_scale = self.setup.scaler.get_scale()
         self.step = self.checked = 0
         self.accuracies: list[float] = []
         self.laps_ms: list[float] = []
         self.train_seconds = 0.0
         self.peak_memory = 0
-
-    def record(self) -> None:
-        if self.recent:
-            steps = slice(self.step - len(self.recent), self.step)
-            self.losses[steps], self.scales[steps] = torch.stack(self.recent).unbind(1)
-            self.recent = []
 
     def state_dict(self) -> dict:
         setup = self.setup
@@ -119,6 +112,7 @@ class Training:
     def load_state_dict(self, state: dict) -> None:
         for name in self.plain_state:
             setattr(self, name, state[name])
+        self.place.fill_(self.step)
         self.losses.copy_(state["losses"])
         self.scales.copy_(state["scales"])
         self.setup.model.load_state_dict(state["model"])
@@ -128,30 +122,45 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state["rng_cuda"])
 
+    def recorded_step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """One update, and its record.
+
+        Here, where a graph captures that too: launched one by one after each replay, these few
+        kernels would take the host longer than the replay.
+        """
+        loss = self.setup.train_step(x, y)
+        self.losses.index_copy_(0, self.place, loss.view(1))
+        self.scales.index_copy_(0, self.place, self.setup.scaler.scale(self.one))
+        self.place += 1
+
+    def iterate(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.run_step(x, y)
+        self.step += 1
+
     def train_epoch(self, stop: StopFlag, report: Callable[[Training], None]) -> bool:
         """Train to the end of the epoch; False if stopped before it."""
         config, clock, setup = self.config, Clock(self.device.type), self.setup
         epoch, start = divmod(self.step, self.steps_per_epoch)
         if epoch > len(self.accuracies):  # stopped between the epoch's last step and its end
             return True
-        order = torch.randperm(
-            len(self.data["train"]),
-            generator=torch.Generator().manual_seed((self.seed << 20) + epoch),
-        )
-        order = order[: self.steps_per_epoch * config.batch_size][start * config.batch_size :]
+        # Drawn for the whole epoch, so that a resumed one goes on with the same images.
+        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        count = len(self.data["train"])
+        taken = slice(start * config.batch_size, self.steps_per_epoch * config.batch_size)
+        order = torch.randperm(count, generator=generator)[taken]
+        crops = random_crops(count, generator)[:, taken] if config.augment else None
         next_report = began = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         clock.mark()
-        for x, y in self.data["train"](
-            order, config.batch_size, setup.memory_format, self.shifts(epoch)
-        ):
-            self.recent.append(setup.step(x, y))
-            self.step += 1
+        for x, y in self.data["train"](order, config.batch_size, setup.memory_format, crops):
+            self.iterate(x, y)
             clock.mark()
             if stop.requested:
                 break
-            if len(clock.marks) - 1 == MEMORY_WARM_UP and self.device.type == "cuda":
+            if self.untimed == self.warm_up and len(clock.marks) == 2 and clock.cuda:
+                # cuDNN's search for algorithms is over. A graph's capture is still to come, and has
+                # to be seen: its replays allocate nothing.
                 torch.cuda.reset_peak_memory_stats()
             if time.perf_counter() >= next_report:
                 self.check()
@@ -159,26 +168,14 @@ class Training:
                 next_report = time.perf_counter() + REPORT_SECONDS
         laps = clock.laps()
         self.train_seconds += time.perf_counter() - began
-        self.laps_ms += laps[self.warm_up :]
-        if self.device.type == "cuda" and len(laps) > MEMORY_WARM_UP:
+        self.laps_ms += laps[self.untimed :]
+        self.untimed = max(0, self.untimed - len(laps))
+        if clock.cuda:
             peak = torch.cuda.max_memory_allocated() - self.memory_before
             self.peak_memory = max(self.peak_memory, peak)
-        self.warm_up = max(0, self.warm_up - len(laps))
         self.check()
         report(self)
         return not stop.requested
-
-    def shifts(self, epoch: int) -> torch.Tensor | None:
-        """--augment: of each image, the pixels it moves down and right, and whether it is mirrored.
-
-        The same for every mode and loader, and for a resumed run.
-        """
-        if not self.config.augment:
-            return None
-        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-        count = len(self.data["train"])
-        moves = torch.randint(-MAX_SHIFT, MAX_SHIFT + 1, (count, 2), generator=generator)
-        return torch.cat((moves, torch.randint(2, (count, 1), generator=generator)), 1)
 
     @torch.no_grad()
     def evaluate(self, stop: StopFlag) -> bool:
@@ -198,7 +195,6 @@ class Training:
 
     def check(self) -> None:
         """Stop at a loss that is not finite, or a scale under 1: gradients overflow unscaled."""
-        self.record()
         new = slice(self.checked, self.step)
         losses, scales = self.losses[new], self.scales[new]
         bad = torch.nonzero(~losses.isfinite() | (scales < 1))
@@ -212,6 +208,7 @@ class Training:
         return {
             "mode": self.mode,
             "seed": self.seed,
+            "warm_up": self.warm_up,
             "laps_ms": self.laps_ms,
             "train_seconds": self.train_seconds,
             "peak_memory": self.peak_memory or None,
@@ -229,11 +226,12 @@ class Training:
 class Diverged(BenchmarkError):
     def __init__(self, training: Training, step: int, loss: float, scale: float):
         config, epoch = training.config, step // training.steps_per_epoch + 1
+        scaled = training.setup.scaler.is_enabled()
         super().__init__(
             f"{training.mode}, seed {training.seed}: training broke down at step {step + 1} "
             f"(epoch {epoch}): loss {loss:g}, scale {scale:g}. "
             f"Try a smaller --lr (it is {config.lr:g}) or --clip-norm 1"
-            + ("" if training.mode == "fp32" or config.dtype == "bf16" else ", or --dtype bf16")
+            + (", or --dtype bf16" if scaled and config.dtype == "fp16" else "")
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from benchmark_runs import (
+    SMALL,
     TINY,
     Tiny,
     _batches,
@@ -20,8 +21,10 @@ from benchmark_runs import (
     weights,
     write_folder,
 )
+from helpers import on_devices
 from torchvision import transforms
 from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.transforms import functional
 
 
 def test_synthetic_is_deterministic_and_learnable(run, tiny_model, tmp_path):
@@ -75,6 +78,46 @@ def test_image_folder(tmp_path, workers):
         torch.testing.assert_close(
             torch.cat(x), torch.stack([expected[i][0] for i in picked]), rtol=1e-5, atol=1e-5
         )
+
+
+@on_devices
+@pytest.mark.parametrize("size", [(12, 12), (12, 9)])
+def test_augmented_batches(tmp_path, device, size):
+    """Both loaders make torchvision's padded crops and flips of the numbers that were drawn."""
+    root = write_folder(tmp_path / "tree", sizes=(size[::-1],))
+    order, batches = torch.tensor([7, 0, 11, 3, 4, 7]), []
+    crops = _batches.random_crops(6, torch.Generator().manual_seed(0))
+    crops[:, 0], crops[:, 1] = torch.tensor([0, 8, 1]), torch.tensor([8, 0, 0])  # the corners
+    assert 0 < crops[2].sum() < 6
+    for loader in ("device", "torch"):
+        config = _config.Config(
+            data=str(root), device=device, batch_size=4, workers=0, loader=loader, augment=True
+        )
+        console = resnet_cifar.Console(file=io.StringIO())
+        split = _batches.load_splits(_data.open_source(config, console), config, console)["train"]
+        x, y = zip(*split(order, 4, torch.channels_last, crops), strict=True)
+        assert x[0].device.type == device
+        assert x[0].is_contiguous(memory_format=torch.channels_last)
+        batches.append((torch.cat(x).cpu(), torch.cat(y).cpu()))
+    folder, expected = ImageFolder(root / "train"), []
+    for image, (top, left, flip) in zip(order, crops.T.tolist(), strict=True):
+        cropped = functional.crop(functional.pad(folder[image][0], 4), top, left, *size)
+        pixels = functional.to_tensor(functional.hflip(cropped) if flip else cropped)
+        expected.append(functional.normalize(pixels, _batches.MEAN, _batches.STD))
+    for x, y in batches:
+        torch.testing.assert_close(x, torch.stack(expected), rtol=1e-5, atol=1e-5)
+        assert y.tolist() == [folder[image][1] for image in order]
+
+
+@on_devices
+def test_loaders_feed_the_same_augmented_images(run, tiny_model, tmp_path, device):
+    losses = []
+    for number, variant in enumerate(("--augment", "--augment --loader torch", "")):
+        options = f"--device {device} --deterministic {SMALL} --modes fp32 --out {number} {variant}"
+        assert run(options)[0] == 0
+        losses.append(results(tmp_path / str(number))["runs"][0]["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
 
 def test_image_folder_run(run, tiny_model, tmp_path):

@@ -38,6 +38,20 @@ def test_errors_are_one_line(run, tmp_path, options, message):
     assert code == 2 and message in err and err.count("\n") == 1 and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "given, modes",
+    [
+        ("", ["fp32", "amp", "mixprec"]),
+        ("--modes all", ["fp32", "bf16", "amp", "amp-best", "mixprec"]),
+        ("--modes mixprec amp-best mixprec", ["mixprec", "amp-best"]),
+    ],
+)
+def test_modes(given, modes):
+    config = _config.Config(**vars(_config.build_parser().parse_args(given.split())))
+    _config.resolve_device_defaults(config)
+    assert config.modes == modes
+
+
 def test_cpu_size_is_fitted_and_said(run, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(resnet_cifar, "CPU_SECONDS", 0)
     code, out, _ = run("--device cpu --data synthetic --modes fp32 amp --out out")

@@ -9,26 +9,29 @@ import pytest
 import torch
 from benchmark_runs import (
     BENCHMARKS,
+    SMALL,
     TINY,
-    _modes,
     _train,
     assert_same_training,
     overflow_at_label_2,
     resnet_cifar,
     use_tiny_model,
 )
-from helpers import needs_cuda
+from helpers import DEVICES, needs_cuda
 
-RESUMED = f"{TINY} --modes amp mixprec"
+
+@pytest.fixture(scope="module", params=DEVICES)
+def options(request):
+    return f"--device {request.param} {SMALL} --modes amp mixprec --augment --deterministic"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def undisturbed(tmp_path_factory, options):
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     with pytest.MonkeyPatch.context() as patch:
         use_tiny_model(patch)
         overflow_at_label_2(patch)
-        assert resnet_cifar.main([*RESUMED.split(), "--out", str(out)]) == 0
+        assert resnet_cifar.main([*options.split(), "--out", str(out)]) == 0
     return out
 
 
@@ -49,22 +52,22 @@ def interrupt_at_call(monkeypatch, owner, name, number):
 @pytest.mark.parametrize(
     "owner, name, number",
     [
-        (_modes.Setup, "train_step", 2),  # inside the first epoch
-        (_modes.Setup, "train_step", 4),  # its last step
+        (_train.Training, "iterate", 2),  # inside the first epoch
+        (_train.Training, "iterate", 4),  # its last step
         (_train.Training, "evaluate", 1),  # its evaluation
         (_train.Training, "state_dict", 1),  # while its checkpoint is made
-        (_modes.Setup, "train_step", 15),  # in the second mode's second epoch
+        (_train.Training, "iterate", 15),  # in the second mode's second epoch
         (resnet_cifar, "write_files", 1),  # when all is done
         (resnet_cifar, "load_splits", 1),  # before the first step
     ],
 )
 def test_interrupted_and_resumed_is_undisturbed(
-    run, tiny_model, tmp_path, monkeypatch, undisturbed, owner, name, number
+    run, tiny_model, tmp_path, monkeypatch, options, undisturbed, owner, name, number
 ):
     overflow_at_label_2(monkeypatch)
     with monkeypatch.context() as patch:
         interrupt_at_call(patch, owner, name, number)
-        code, _, err = run(RESUMED, "--out out")
+        code, _, err = run(options, "--out out")
     if name == "write_files":
         assert code == 0
     else:
@@ -73,12 +76,23 @@ def test_interrupted_and_resumed_is_undisturbed(
     assert_same_training(tmp_path / "out", undisturbed)
 
 
+@pytest.mark.parametrize("variant", ["--modes bf16 amp-best", "--loader torch"])
+def test_other_modes_and_loader_resume(run, tiny_model, tmp_path, monkeypatch, options, variant):
+    """Interrupted inside the second mode's first epoch."""
+    assert run(options, variant, "--out undisturbed")[0] == 0
+    with monkeypatch.context() as patch:
+        interrupt_at_call(patch, _train.Training, "iterate", 10)
+        assert run(options, variant, "--out out")[0] == 130
+    assert run("--resume out")[0] == 0
+    assert_same_training(tmp_path / "out", tmp_path / "undisturbed")
+
+
 def test_killed_run_resumes_from_its_last_epoch(
-    run, tiny_model, tmp_path, monkeypatch, undisturbed
+    run, tiny_model, tmp_path, monkeypatch, options, undisturbed
 ):
     """A kill is not announced: here an exception in the second epoch, past the handler."""
     overflow_at_label_2(monkeypatch)
-    original, calls = _modes.Setup.train_step, []
+    original, calls = _train.Training.iterate, []
 
     def killed_at_6(*args):
         calls.append(1)
@@ -87,9 +101,9 @@ def test_killed_run_resumes_from_its_last_epoch(
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_modes.Setup, "train_step", killed_at_6)
+        patch.setattr(_train.Training, "iterate", killed_at_6)
         with pytest.raises(SystemExit):
-            run(RESUMED, "--out out")
+            run(options, "--out out")
     assert run("--resume out")[0] == 0
     assert_same_training(tmp_path / "out", undisturbed)
 
@@ -134,20 +148,6 @@ def test_resume_refuses_another_run(run, tiny_model, undisturbed):
     (undisturbed.parent / "checkpoint.pt").write_bytes(b"no checkpoint")
     code, _, err = run("--resume", undisturbed.parent)
     assert code == 2 and "is damaged" in err and err.count("\n") == 1
-
-
-@needs_cuda
-@pytest.mark.parametrize("mark", [4, 20, 30, 40])  # of 13 in each epoch; a graph is captured at 5
-def test_on_cuda_with_a_graph(run, tiny_model, tmp_path, monkeypatch, mark):
-    overflow_at_label_2(monkeypatch)
-    options = "--device cuda --deterministic --data synthetic --train-limit 96 --batch-size 8"
-    options += " --epochs 2 --modes amp mixprec"
-    assert run(options, "--out undisturbed")[0] == 0
-    with monkeypatch.context() as patch:
-        interrupt_at_call(patch, _train.Clock, "mark", mark)
-        assert run(options, "--out out")[0] == 130
-    assert run("--resume out")[0] == 0
-    assert_same_training(tmp_path / "out", tmp_path / "undisturbed")
 
 
 @needs_cuda
