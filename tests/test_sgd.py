@@ -78,15 +78,20 @@ def test_thousand_steps_with_schedule_and_overflows(device, hyperparameters):
     shapes = [((37,), torch.float32), ((5, 9), torch.float16), ((65,), torch.bfloat16)]
     ours = mixprec.SGD(make_params(generator, shapes, device), **hyperparameters)
     twin = torch_twin(ours)
-    steps = random_steps(generator, params_of(ours), (torch.rand(1000) < 0.05).tolist(), scale=1.0)
-    for optimizer, scaler, grads in zip(
-        (ours, twin), scaler_pair(device), (steps, upcast(steps)), strict=True
-    ):
+    # One overflow in every 13 steps, so that growth and backoff balance: under a scale that runs
+    # away, gradients would vanish.
+    places = torch.randint(13, (77,), generator=generator)
+    overflows = torch.nn.functional.one_hot(places, 13).bool().flatten()[:1000].tolist()
+    steps = random_steps(generator, params_of(ours), overflows, scale=1.0)
+    scalers = scaler_pair(device, init_scale=16.0, growth_factor=1.2)
+    for optimizer, scaler, grads in zip((ours, twin), scalers, (steps, upcast(steps)), strict=True):
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, 0.1, 1000, cycle_momentum=hyperparameters["momentum"] > 0
         )
         train(optimizer, scaler, grads, after_step=schedule.step)
+    assert scalers[0].get_scale() == scalers[1].get_scale() and 1 < scalers[0].get_scale() < 1000
     assert_same_training(ours, twin)
+    assert all(param.isfinite().all() for param in params_of(ours))
 
 
 @on_devices
