@@ -18,6 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 # What cuBLAS needs for the same bits on every run; read when it is loaded.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+# A CPU thread that waits for the others sleeps. Where processes share the cores, spinning made
+# bf16 convolutions up to 15 times slower. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The same examples on every run; what fails prints how to repeat it.
 hypothesis.settings.register_profile(
     "mixprec", deadline=None, derandomize=True, max_examples=60, print_blob=True
