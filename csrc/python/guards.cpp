@@ -25,6 +25,10 @@ class Fingerprint {
     if (object == nullptr || object == Py_None) return mode(0);
     if (PyBool_Check(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
         PyUnicode_CheckExact(object)) {
+      // 1, 1.0 and True have one hash, and so have -1 and -2.
+      mode(reinterpret_cast<size_t>(Py_TYPE(object)));
+      if (!PyUnicode_CheckExact(object)) mode(std::hash<double>{}(PyFloat_AsDouble(object)));
+      PyErr_Clear();  // an int beyond double's range: the hash has to do
       return mode(static_cast<size_t>(PyObject_Hash(object)));
     }
     if (depth < kMaxDepth && PyDict_Check(object)) {
@@ -60,6 +64,7 @@ class Fingerprint {
     if (tensor.layout() == at::kStrided && tensor.has_storage()) {
       own = own * 31 + reinterpret_cast<size_t>(tensor.const_data_ptr());
       own = own * 31 + static_cast<size_t>(tensor.scalar_type());
+      for (const int64_t size : tensor.sizes()) own = own * 31 + size;
       for (const int64_t stride : tensor.strides()) own = own * 31 + stride;
     }
     address(own);
