@@ -23,6 +23,8 @@ __all__ = ["graphed"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _WARM_UP = 3  # calls: state is made, cuDNN has chosen its algorithms, torch.compile has compiled
+_MAX_PASSED = 16  # models and the like that are passed as arguments, watched at once
+_MAX_KEYS = 64  # signatures whose calls are counted
 _UNSTABLE = 10  # calls in a row, each of which changed what a graph would have to hold
 
 
@@ -167,7 +169,7 @@ class _Runner:
                 if captured is not None:
                     self.graphs.setdefault(key, []).append(captured)
                     return captured.replay(leaves)
-            if len(self.calls) > 1000:
+            if len(self.calls) > _MAX_KEYS:  # they hold the objects passed
                 self.calls.clear()
             result, modes = self.call(leaves, spec, device, is_stable)
             self.calls[(spec, modes, *key[2:])] = calls + 1
@@ -177,6 +179,9 @@ class _Runner:
         new = [x for x in leaves if not isinstance(x, Tensor) and is_interesting(x)]
         if any(id(x) not in self.passed for x in new):
             self.passed.update((id(x), x) for x in new)
+            # Objects made anew for each call would be held for ever.
+            for key in list(self.passed)[:-_MAX_PASSED]:
+                del self.passed[key]
             self.found = None
 
     def search(self) -> Found:

@@ -1,6 +1,7 @@
 """What mixprec.graphed watches: everything a graph reads is found, and every change of it shows."""
 
 import functools
+import importlib
 import types
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 import mixprec
 from mixprec import _C
 from mixprec._found import Found
+
+graphed_module = importlib.import_module("mixprec.graphed")  # the name is the decorator's
 
 factor = 0.5
 table = torch.ones(3)
@@ -54,11 +57,9 @@ def test_reached_by_owner():
     model = [*trainer.model.parameters(), *trainer.model.buffers()]
     state = [v for values in trainer.optimizer.state.values() for v in values.values()]
     scaler = [trainer.scaler._scale, trainer.scaler._growth_tracker, trainer.scaler._history]
-    extra = trainer.parts["extra"][0].parameters()
+    extra = list(trainer.parts["extra"][0].parameters())
     assert {id(t) for t in found.tensors} == ids(*model, *state, *scaler, *extra)
-    assert ids(*found.params) == ids(*trainer.model.parameters(), *extra) | ids(
-        *trainer.parts["extra"][0].parameters()
-    )
+    assert ids(*found.params) == ids(*trainer.model.parameters(), *extra)
 
 
 def test_reached_by_globals_closures_and_wrappers():
@@ -94,6 +95,7 @@ MEMORY = {
     "weight's data": lambda t: setattr(t.model[0].weight, "data", torch.zeros(4, 3)),
     "weight": lambda t: setattr(t.model[0], "weight", nn.Parameter(torch.zeros(4, 3))),
     "buffer": lambda t: setattr(t.model[1], "running_mean", torch.zeros(4)),
+    "size": lambda t: setattr(t.model[0].weight, "data", t.model[0].weight.data[:2]),
     "module": lambda t: t.model.__setitem__(0, nn.Linear(3, 4)),
     "model": lambda t: setattr(t, "model", nn.Linear(3, 4)),
     "layout": lambda t: setattr(
@@ -143,6 +145,26 @@ def test_changes_show(change, monkeypatch):
     assert (new_addresses != addresses) == (change in MEMORY)
     if change not in MEMORY:
         assert (new_modes != modes) == (change in MODES)
+
+
+@pytest.mark.parametrize(("before", "after"), [(-1, -2), (1, 1.0), (1, True), (0.5, 0.25), (0, "")])
+def test_numbers_of_one_hash_differ(before, after):
+    number = before
+    found = Found([lambda: number])
+    old = _C.fingerprint(found.watched)
+    assert _C.fingerprint(found.watched) == old
+    number = after
+    assert _C.fingerprint(found.watched)[1] != old[1]
+    number = 10**400  # no float holds it
+    assert _C.fingerprint(found.watched)[1] != old[1]
+
+
+def test_objects_made_for_each_call_are_not_held():
+    runner = graphed_module._Runner(lambda batch: None, max_graphs=8)
+    for _ in range(100):
+        runner.remember([Trainer])  # a class leads to no tensor
+        runner.remember([types.SimpleNamespace(x=torch.ones(1))])
+    assert len(runner.passed) == graphed_module._MAX_PASSED
 
 
 def test_torchs_optimizers_keep_the_captures_hyperparameters():
