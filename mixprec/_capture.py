@@ -119,6 +119,31 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     return state
 
 
+class OptimizerState:
+    """Which tensors an optimizer's state holds: a capture must not leave others in it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.before = {param: dict(values) for param, values in optimizer.state.items()}
+
+    def is_kept(self) -> bool:
+        now = self.optimizer.state
+        return now.keys() == self.before.keys() and all(
+            len(values) == len(now[param])
+            and all(now[param].get(name) is value for name, value in values.items())
+            for param, values in self.before.items()
+        )
+
+    def restore(self) -> None:
+        state = self.optimizer.state
+        for param in list(state):
+            if param not in self.before:
+                del state[param]
+            else:
+                state[param].clear()
+                state[param].update(self.before[param])
+
+
 def explained(error: Exception, function: Callable[..., Any]) -> Exception:
     """The error of a capture with the user's line and the remedy; others as they are."""
     text = str(error)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import _C
-from ._capture import Store, capturing, explained, scaler_state, stores_of
+from ._capture import OptimizerState, Store, capturing, explained, scaler_state, stores_of
 from ._found import Found, is_interesting
 
 __all__ = ["graphed"]
@@ -229,6 +229,8 @@ class _Runner:
         if len(self.optimizers) > known or _C.fingerprint(self.found.watched)[0] != before:
             self.search()
         self.addresses, modes = _C.fingerprint(self.found.watched)
+        if self.addresses != before:
+            self.graphs.clear()
         self.unstable = self.unstable + 1 if self.addresses != before or not is_stable else 0
         if self.unstable == _UNSTABLE and not self.refusal:
             self.refuse(
@@ -258,7 +260,7 @@ class _Runner:
     def capture(
         self, leaves: list[Any], spec: TreeSpec | None, device: torch.device
     ) -> "_Graph | None":
-        """A graph of what the function does, None if it runs as usual. Nothing is executed."""
+        """A graph of what the function does; None: it has to run. Nothing is executed."""
         assert self.found is not None
         found, params = self.found, self.found.params
         if not any(self.graphs.values()):
@@ -270,6 +272,7 @@ class _Runner:
         before = [param.grad for param in params]
         random_state = torch.get_rng_state()
         scaler_states = [scaler_state(scaler) for scaler in found.scalers]
+        optimizer_states = [OptimizerState(optimizer) for optimizer in found.optimizers]
         torch.cuda.synchronize(device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -283,7 +286,8 @@ class _Runner:
                 refusal = "it writes to its inputs, which a graph has copies of"
             elif any(scaler._per_optimizer_states for scaler in found.scalers):
                 refusal = "it leaves scaler.update() to its caller; call that inside"
-            done = refusal is None
+            # State made in here would be made anew by every replay: a plain call has to make it.
+            done = not refusal and all(state.is_kept() for state in optimizer_states)
         except Exception as error:
             better = explained(error, self.function)
             if better is error:
@@ -297,9 +301,12 @@ class _Runner:
                     param.grad = grad
                 for scaler, state in zip(found.scalers, scaler_states, strict=True):
                     vars(scaler).update(state)
+                for optimizer_state in optimizer_states:
+                    optimizer_state.restore()
                 torch.set_rng_state(random_state)
         if refusal:
             self.refuse(refusal)
+        if not done:
             return None
         written = [
             tensor

@@ -53,6 +53,9 @@ class SGD(torch.optim.SGD):
       ``state_dict()``; ``state[p]["momentum_buffer"]`` then holds NaN.
     - ``foreach`` and ``fused`` are accepted and change nothing.
 
+    A CUDA graph captured by hand needs one step before the capture, which makes the state;
+    :func:`mixprec.graphed` sees to it.
+
     Args:
         params: parameters, named parameters or groups, as in torch. Dense tensors on CPU or CUDA:
             float32, float16, bfloat16, on the CPU float64 too.

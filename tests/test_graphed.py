@@ -224,6 +224,36 @@ def test_changes_between_calls(change):
     run_both(list(batches(18, overflow={13})), before_call=once, graphs=graphs)
 
 
+def test_masters_to_remainders_and_back():
+    def change(trainer, i):
+        trainer.optimizer.store_param_remainders = 9 <= i < 13
+
+    run_both(list(batches(24, overflow={13})), before_call=change)
+
+
+def test_first_gradient_of_a_parameter():
+    """Its state is not made in a capture, though the call's inputs have been seen before."""
+
+    class StepOnly(Trainer):
+        def plain_step(self):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+        step = mixprec.graphed(plain_step)
+
+    ours, plain = StepOnly(), StepOnly()
+    for trainer, step in ((ours, ours.step), (plain, plain.plain_step)):
+        torch.manual_seed(3)
+        for i, batch in enumerate(batches(20)):
+            trainer.optimizer.zero_grad(set_to_none=False)
+            trainer.scaler.scale(trainer.loss(*batch)).backward()
+            if i < 8:
+                trainer.model[0].weight.grad = None
+            step()
+    assert_same(ours, plain)
+    assert graphs_of(ours) == 1
+
+
 def test_gradients_dropped_outside():
     class Outside(Trainer):
         def plain_step(self, x, y):
