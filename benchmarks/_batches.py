@@ -7,8 +7,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
+READ_AT_ONCE = 500  # images that a process hands over
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
@@ -40,12 +40,17 @@ class DeviceBatches:
         height, width = self.size = split.size
         images = np.zeros((len(split), height + 2 * border, width + 2 * border, 3), np.uint8)
         inside = images[:, border : border + height, border : border + width]
-        with ThreadPoolExecutor() as pool, progress_bar(console) as progress:
+        split.transform = np.array
+        everything = [(index, None) for index in range(len(split))]
+        # Not threads: decoding small files, they mostly wait for each other's Python.
+        workers = min(torch.get_num_threads(), len(split) // 2000)
+        with progress_bar(console) as progress:
             bar = progress.add_task("reading images", total=len(split))
-            for index, pixels in enumerate(pool.map(split.pixels, range(len(split)))):
-                inside[index] = pixels
-                if index % 500 == 0:
-                    progress.update(bar, completed=index)
+            done = 0
+            for pixels, _ in load(split, READ_AT_ONCE, everything, workers):
+                inside[done : done + len(pixels)] = pixels
+                done += len(pixels)
+                progress.update(bar, completed=done)
         self.images = torch.from_numpy(images).to(device)  # NHWC
         self.labels = split.labels.to(device)
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
@@ -97,7 +102,7 @@ class LoaderBatches:
         try:
             from mixprec import prefetch
         except ImportError:  # modes of plain torch run without it
-            self.on_device = lambda loader: loader
+            self.on_device = iter
         else:
             self.on_device = functools.partial(prefetch, device=device)
 
@@ -112,25 +117,39 @@ class LoaderBatches:
         crops: torch.Tensor | None = None,
     ) -> Iterator:
         picked = [None] * len(order) if crops is None else crops.T.tolist()
-        loader = DataLoader(
-            self.split,
-            batch_size,
-            sampler=list(zip(order.tolist(), picked, strict=True)),
-            num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
-            # A fork inherits the loop's handler, and so outlives the Ctrl-C that reaches it too.
-            multiprocessing_context="fork" if self.workers and sys.platform == "linux" else None,
-            # Without its own, the loader draws a seed from the training's random state.
-            generator=torch.Generator().manual_seed(0),
-        )
-        try:
-            for x, y in self.on_device(loader):
-                x = x.to(self.device, memory_format=memory_format, non_blocking=True)
-                yield x, y.to(self.device, non_blocking=True)
-        except BenchmarkError as error:  # a worker's comes with its traceback in the text
-            # The frames hold the loader in a cycle, and one freed by gc waits 10 s for its workers.
-            traceback.clear_frames(error.__traceback__)
-            raise BenchmarkError(str(error).rpartition("BenchmarkError: ")[2]) from None
+        on_cuda = self.device.type == "cuda"
+        items = list(zip(order.tolist(), picked, strict=True))
+        for x, y in load(self.split, batch_size, items, self.workers, on_cuda, self.on_device):
+            x = x.to(self.device, memory_format=memory_format, non_blocking=True)
+            yield x, y.to(self.device, non_blocking=True)
+
+
+def load(
+    split: ImageSet,
+    batch_size: int,
+    items: list,
+    workers: int,
+    pin_memory: bool = False,
+    wrapped: Callable[[DataLoader], Iterable] = iter,
+) -> Iterator:
+    """Batches of these items of `split`, by torch's DataLoader."""
+    loader = DataLoader(
+        split,
+        batch_size,
+        sampler=items,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        # A fork inherits the loop's handler, and so outlives the Ctrl-C that reaches it too.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        # Without its own, the loader draws a seed from the training's random state.
+        generator=torch.Generator().manual_seed(0),
+    )
+    try:
+        yield from wrapped(loader)
+    except BenchmarkError as error:  # a worker's comes with its traceback in the text
+        # The frames hold the loader in a cycle, and one freed by gc waits 10 s for its workers.
+        traceback.clear_frames(error.__traceback__)
+        raise BenchmarkError(str(error).rpartition("BenchmarkError: ")[2]) from None
 
 
 def pick(count: int, limit: int) -> torch.Tensor:

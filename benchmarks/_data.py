@@ -69,9 +69,6 @@ class ImageSet(Dataset):
             )
         return image
 
-    def pixels(self, index: int) -> np.ndarray:
-        return np.asarray(self.open(index))
-
 
 def open_image(path: str) -> Image.Image:
     try:
