@@ -58,7 +58,8 @@ def graphed(function: Any = None, *, enabled: bool = True, max_graphs: int = 8) 
 
     - Python inside runs only in calls that are not replays: counters, prints, schedulers and
       optimizer hooks belong outside. A host sync (``loss.item()``) or an op that a graph cannot
-      hold raises an error that names its line; nothing has been changed then.
+      hold raises an error that names its line; nothing has been changed then, except that gradients
+      which the function threw away are gone.
     - Tensors returned are detached copies. Tensors on the CPU are passed to the function on its
       model's GPU (:func:`mixprec.prefetch` copies them earlier); pinned ones without a sync, so
       leave them as they are until the step is done.
@@ -262,14 +263,14 @@ class _Runner:
     ) -> "_Graph | None":
         """A graph of what the function does; None: it has to run. Nothing is executed."""
         assert self.found is not None
-        found, params = self.found, self.found.params
+        found = self.found
         if not any(self.graphs.values()):
             self.pool = torch.cuda.graph_pool_handle()  # the one before may have died with its last
         inputs = [_static(leaf, device) for leaf in leaves]
         args, kwargs = _arguments(inputs, spec)
         versions = [tensor._version for tensor in found.tensors]
         input_versions = [leaf._version for leaf in inputs if isinstance(leaf, Tensor)]
-        before = [param.grad for param in params]
+        gradients = _C.Gradients(found.params)
         random_state = torch.get_rng_state()
         scaler_states = [scaler_state(scaler) for scaler in found.scalers]
         optimizer_states = [OptimizerState(optimizer) for optimizer in found.optimizers]
@@ -297,8 +298,7 @@ class _Runner:
             for store in stores:
                 store.end_capture()
             if not done:
-                for param, grad in zip(params, before, strict=True):
-                    param.grad = grad
+                gradients.undo()
                 for scaler, state in zip(found.scalers, scaler_states, strict=True):
                     vars(scaler).update(state)
                 for optimizer_state in optimizer_states:
@@ -308,12 +308,13 @@ class _Runner:
             self.refuse(refusal)
         if not done:
             return None
-        written = [
-            tensor
-            for tensor, version in zip(found.tensors, versions, strict=True)
-            if tensor._version != version
-        ]
-        gradients = _C.Gradients(params, before, written)
+        gradients.captured(
+            [
+                tensor
+                for tensor, version in zip(found.tensors, versions, strict=True)
+                if tensor._version != version
+            ]
+        )
         return _Graph(graph, inputs, stores, gradients, result)
 
 

@@ -101,7 +101,8 @@ def initial_master(param: Tensor) -> Tensor:
     reach the values kept by half_weights: with several processes the weights themselves count.
     """
     exact = None if _is_distributed() else getattr(param, _EXACT, None)
-    if hasattr(param, _EXACT):
+    # A capture computes nothing yet, and may be thrown away.
+    if hasattr(param, _EXACT) and not (param.is_cuda and torch.cuda.is_current_stream_capturing()):
         delattr(param, _EXACT)
     if exact is None or exact.shape != param.shape:
         exact = param.detach()

@@ -109,13 +109,31 @@ std::pair<size_t, size_t> fingerprint(const py::list& watched) {
 // What one graph asks of its parameters' gradients before a replay, and leaves in them after it.
 class Gradients {
  public:
-  Gradients(std::vector<Tensor> params, std::vector<std::optional<Tensor>> before,
-            const std::vector<Tensor>& written)
-      : params_(std::move(params)), written_(written) {
+  // Before the capture, which holds the gradients there are only weakly: what the function throws
+  // away is freed then, as in a plain call.
+  explicit Gradients(std::vector<Tensor> params) : params_(std::move(params)) {
+    for (const Tensor& param : params_) {
+      const Tensor& grad = param.grad();
+      was_there_.push_back(grad.defined());
+      held_.emplace_back(grad.getIntrusivePtr());
+    }
+  }
+
+  void captured(std::vector<Tensor> written) {
+    written_ = std::move(written);
     for (size_t i = 0; i < params_.size(); ++i) {
       after_.push_back(params_[i].grad());
-      const bool thrown_away = before[i] && !before[i]->is_same(after_[i]);
-      before_.push_back(thrown_away ? std::nullopt : std::optional(before[i].value_or(Tensor())));
+      const Tensor before(held_[i].lock());
+      const bool is_kept = before.defined() && before.is_same(after_[i]);
+      before_.push_back(was_there_[i] && !is_kept ? std::nullopt : std::optional(before));
+    }
+    held_.clear();
+  }
+
+  // A capture that failed computed nothing: its gradients go, those that it kept are as before.
+  void undo() {
+    for (size_t i = 0; i < params_.size(); ++i) {
+      params_[i].mutable_grad() = Tensor(held_[i].lock());
     }
   }
 
@@ -136,6 +154,8 @@ class Gradients {
 
  private:
   std::vector<Tensor> params_, after_, written_;
+  std::vector<bool> was_there_;
+  std::vector<c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>> held_;
   // A gradient that the function threw away (zero_grad) may be any now: none here. One that was not
   // there (undefined), or that it added to, must be the same again.
   std::vector<std::optional<Tensor>> before_;
@@ -147,9 +167,9 @@ void bind_guards(py::module_& module) {
   using namespace pybind11::literals;
   module.def("fingerprint", &fingerprint, "watched"_a);
   py::class_<Gradients>(module, "Gradients")
-      .def(py::init<std::vector<Tensor>, std::vector<std::optional<Tensor>>,
-                    const std::vector<Tensor>&>(),
-           "params"_a, "before"_a, "written"_a)
+      .def(py::init<std::vector<Tensor>>(), "params"_a)
+      .def("captured", &Gradients::captured, "written"_a)
+      .def("undo", &Gradients::undo)
       .def("match", &Gradients::match)
       .def("restore", &Gradients::restore);
 }
