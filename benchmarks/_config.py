@@ -149,7 +149,12 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=at_least(1), metavar="N", help="(default: 10, on a CPU 2)")
     add("--batch-size", type=at_least(1), metavar="N", help="(default: 256, on a CPU 16)")
-    add("--lr", type=not_negative, help="learning rate (default: 0.01)")
+    add(
+        "--lr",
+        type=not_negative,
+        help="learning rate of the first epoch, from which it falls along a cosine, epoch by epoch "
+        "(default: 0.01)",
+    )
     add("--momentum", type=not_negative, help="(default: 0.9)")
     add("--weight-decay", type=not_negative, help="(default: 0)")
     add(

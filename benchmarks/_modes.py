@@ -83,6 +83,8 @@ def amp(model: nn.Module, config: Config) -> Setup:
 
 def amp_best(model: nn.Module, config: Config) -> Setup:
     setup = torch_setup(model, config, config.half_dtype, scaled=True, fused=True)
+    for group in setup.optimizer.param_groups:  # on the device, where the graph reads it anew
+        group["lr"] = torch.tensor(group["lr"], device=config.device)
     if config.momentum:
         # torch's fused SGD reads momentum that nobody wrote if the first step is skipped.
         for param in model.parameters():
@@ -96,7 +98,7 @@ def mixprec(model: nn.Module, config: Config) -> Setup:
     import mixprec
 
     model = mixprec.half_weights(model, config.half_dtype)
-    optimizer = mixprec.SGD(model.parameters(), **config.sgd_options)
+    optimizer = mixprec.SGD(model.parameters(), store_param_remainders=True, **config.sgd_options)
     scaler = mixprec.GradScaler(config.device_type)
 
     def autocast() -> torch.autocast:
@@ -133,7 +135,8 @@ MODES = {
     ),
     "mixprec": Mode(
         mixprec,
-        "half_weights, mixprec.SGD and mixprec.GradScaler; on CUDA channels_last and graphed",
+        "half_weights, mixprec.SGD with remainders for masters and mixprec.GradScaler; on CUDA "
+        "channels_last and graphed",
         channels_last_on_cuda=True,
     ),
 }

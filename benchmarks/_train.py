@@ -15,6 +15,7 @@ import torch
 from _batches import random_crops
 from _config import BenchmarkError, Config
 from _modes import build
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 WARM_UP = 20  # untimed iterations: cuDNN's search, compilation, and a graph's capture by the 6th
 REPORT_SECONDS = 0.5  # how often the loop reads a loss back, which waits for the device
@@ -78,6 +79,9 @@ class Training:
 
         gc.collect()  # what the mode before left behind
         if self.device.type == "cuda":
+            # cuBLAS's workspaces live until the process ends: without this the first mode would pay
+            # for those of all.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
             self.memory_before = torch.cuda.memory_allocated()
         self.setup = build(mode, seed, num_classes, config)
@@ -87,6 +91,7 @@ class Training:
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)  # `step`, on the device
         self.one = torch.ones(1, device=self.device)
         self.run_step = self.setup.capture(self.recorded_step)
+        self.schedule = CosineAnnealingLR(self.setup.optimizer, T_max=config.epochs)
         self.first_scale = self.setup.scaler.get_scale()
         self.step = self.checked = 0
         self.accuracies: list[float] = []
@@ -104,6 +109,7 @@ class Training:
             "model": setup.model.state_dict(),
             "optimizer": setup.optimizer.state_dict(),
             "scaler": setup.scaler.state_dict(),
+            "schedule": self.schedule.state_dict(),
         }
         if self.device.type == "cuda":
             state["rng_cuda"] = torch.cuda.get_rng_state()
@@ -117,7 +123,11 @@ class Training:
         self.scales.copy_(state["scales"])
         self.setup.model.load_state_dict(state["model"])
         self.setup.optimizer.load_state_dict(state["optimizer"])
+        for group in self.setup.optimizer.param_groups:
+            if torch.is_tensor(group["lr"]):  # came from the file to the CPU
+                group["lr"] = group["lr"].to(self.device)
         self.setup.scaler.load_state_dict(state["scaler"])
+        self.schedule.load_state_dict(state["schedule"])
         torch.set_rng_state(state["rng_cpu"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state["rng_cuda"])
@@ -191,6 +201,7 @@ class Training:
                 return False
         model.train()
         self.accuracies.append(100 * correct.item() / count)
+        self.schedule.step()
         return True
 
     def check(self) -> None:
