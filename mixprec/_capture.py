@@ -168,6 +168,6 @@ def explained(error: Exception, function: Callable[..., Any]) -> Exception:
     )
     return RuntimeError(
         f"{where}: a CUDA graph cannot hold `{source}`: {remedy}. Or switch the graph off: "
-        f"mixprec.graphed(enabled=False). Weights and states are as before. "
+        "mixprec.graphed(enabled=False). Weights and states are as before. "
         f"({text.splitlines()[0]})"
     )

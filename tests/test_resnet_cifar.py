@@ -59,6 +59,18 @@ def test_modes_see_the_same_weights_and_batches(run, tiny_model, tmp_path):
     assert (tmp_path / "out/results.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_learning_rate_falls_along_a_cosine(run, tiny_model, monkeypatch):
+    train_step, rates = _modes.Setup.train_step, []
+
+    def recording(setup, x, y):
+        rates.append(float(setup.optimizer.param_groups[0]["lr"]))
+        return train_step(setup, x, y)
+
+    monkeypatch.setattr(_modes.Setup, "train_step", recording)
+    assert run(TINY, "--modes amp amp-best mixprec --lr 0.02 --out out")[0] == 0
+    assert rates == pytest.approx((4 * [0.02] + 4 * [0.01]) * 3)
+
+
 def test_skipped_steps_and_clipping(run, tiny_model, tmp_path, monkeypatch):
     overflow_at_label_2(monkeypatch)
     options = "--modes amp amp-best mixprec --clip-norm 1e-30 --momentum 0 --out out"
