@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -131,7 +132,6 @@ class _Runner:
         self.graphs: dict[Any, list[_Graph]] = {}
         self.unstable = 0
         self.refusal: str | None = None  # why all calls run as usual
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.pool: Any = None
 
     def __reduce__(self) -> Any:  # copies and pickles of a method's owner begin without graphs
@@ -221,7 +221,7 @@ class _Runner:
             lambda optimizer, *_: self.optimizers.setdefault(optimizer)
         )
         try:
-            with self.side_stream(device):
+            with _side_stream(device):
                 args, kwargs = _arguments([_moved(leaf, device) for leaf in leaves], spec)
                 result = self.function(*args, **kwargs)
         finally:
@@ -244,19 +244,6 @@ class _Runner:
 
     def learning_rates(self) -> list[list[Any]]:
         return [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
-
-    @contextmanager
-    def side_stream(self, device: torch.device) -> Iterator[None]:
-        if device not in self.streams:
-            self.streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self.streams[device]
-        current = torch.cuda.current_stream(device)
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            current.wait_stream(stream)
 
     def capture(
         self, leaves: list[Any], spec: TreeSpec | None, device: torch.device
@@ -281,7 +268,7 @@ class _Runner:
         stores = stores_of(found.optimizers, device)
         refusal, done = None, False
         try:
-            with self.side_stream(device), capturing(graph, self.pool, device):
+            with _side_stream(device), capturing(graph, self.pool, device):
                 result = self.function(*args, **kwargs)
             if input_versions != [t._version for t in inputs if isinstance(t, Tensor)]:
                 refusal = "it writes to its inputs, which a graph has copies of"
@@ -343,6 +330,30 @@ class _Graph:
         # The next replay writes to the graph's own.
         outputs = [out.clone() if isinstance(out, Tensor) else out for out in self.outputs]
         return tree_unflatten(outputs, self.spec)
+
+
+class _Streams(threading.local):
+    """A side stream for each device and thread: cuBLAS keeps workspaces for each that it saw."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, torch.cuda.Stream] = {}
+
+
+_streams = _Streams()
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    stream = _streams.by_device.get(device)
+    if stream is None:
+        stream = _streams.by_device[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    current = torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
 
 
 def _state(device: torch.device) -> tuple[Any, ...]:
