@@ -100,6 +100,8 @@ MIXPREC_DECLARE_OPS
 // What later steps read through StepScalars::constants: a captured step would else keep its own.
 // The values travel by value, so the host may go on.
 void store_constants(const SgdHyperparameters& parameters, SgdConstants<float>* constants);
+// Of a captured cudaGraph_t, before it is instantiated: kernels for small memsets.
+void replace_memsets(void* graph);
 }  // namespace cuda
 
 #undef MIXPREC_DECLARE_OPS

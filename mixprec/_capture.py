@@ -64,6 +64,13 @@ def stores_of(optimizers: list[Optimizer], device: torch.device) -> list[Store]:
     return stores
 
 
+_CAN_EDIT = hasattr(torch.cuda.CUDAGraph, "instantiate")  # torch 2.8 and later
+
+
+def new_graph() -> torch.cuda.CUDAGraph:
+    return torch.cuda.CUDAGraph(keep_graph=True) if _CAN_EDIT else torch.cuda.CUDAGraph()
+
+
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
     # With autocast around the call, casts of weights live on: one made before must not be in the
@@ -82,6 +89,9 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> I
         except BaseException:
             _repair(pool, device)
             raise
+        if _CAN_EDIT:
+            _C.replace_memsets(graph.raw_cuda_graph())
+            graph.instantiate()
     finally:
         torch.clear_autocast_cache()
 

@@ -16,7 +16,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from . import _C
-from ._capture import OptimizerState, Store, capturing, explained, scaler_state, stores_of
+from ._capture import (
+    OptimizerState,
+    Store,
+    capturing,
+    explained,
+    new_graph,
+    scaler_state,
+    stores_of,
+)
 from ._found import Found, is_interesting
 
 __all__ = ["graphed"]
@@ -143,7 +151,7 @@ class _Runner:
             return self.function(*args, **kwargs)
         leaves: list[Any]
         spec: TreeSpec | None = None
-        if kwargs or not all(type(arg) is Tensor for arg in args):
+        if kwargs or {*map(type, args)} != {Tensor}:
             leaves, spec = tree_flatten((args, kwargs))
         else:
             leaves = list(args)
@@ -156,7 +164,7 @@ class _Runner:
         if device is None:
             return self.function(*args, **kwargs)
         addresses, modes = _C.fingerprint(found.watched)
-        key = (spec, modes, *_state(device), *map(_signature, leaves))
+        key = (spec, modes, device, *map(_signature, leaves))
         is_stable = addresses == self.addresses
         if not is_stable:
             self.graphs.clear()
@@ -264,7 +272,7 @@ class _Runner:
         torch.cuda.synchronize(device)
         gc.collect()
         torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
+        graph = new_graph()
         stores = stores_of(found.optimizers, device)
         refusal, done = None, False
         try:
@@ -317,19 +325,19 @@ class _Graph:
         result: Any,
     ) -> None:
         self.graph, self.stores, self.gradients = graph, stores, gradients
-        self.inputs = [(i, leaf) for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)]
+        self.places = [i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)]
+        self.inputs = [inputs[i] for i in self.places]
         self.outputs, self.spec = tree_flatten(_detached(result))
+        self.is_tensor = isinstance(result, Tensor)
 
     def replay(self, leaves: list[Any]) -> Any:
-        for i, static in self.inputs:
-            static.copy_(leaves[i], non_blocking=True)
+        _C.copy(self.inputs, [leaves[i] for i in self.places])
         for store in self.stores:
             store.store()
         self.graph.replay()
         self.gradients.restore()
-        # The next replay writes to the graph's own.
-        outputs = [out.clone() if isinstance(out, Tensor) else out for out in self.outputs]
-        return tree_unflatten(outputs, self.spec)
+        outputs = _C.clones(self.outputs)  # the next replay writes to the graph's own
+        return outputs[0] if self.is_tensor else tree_unflatten(outputs, self.spec)
 
 
 class _Streams(threading.local):
@@ -350,22 +358,16 @@ def _side_stream(device: torch.device) -> Iterator[None]:
     current = torch.cuda.current_stream(device)
     stream.wait_stream(current)
     try:
-        with torch.cuda.stream(stream):
+        # Backward in this thread: one of its own would have cuBLAS workspaces of its own.
+        with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         current.wait_stream(stream)
 
 
-def _state(device: torch.device) -> tuple[Any, ...]:
-    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-    return device, torch.is_grad_enabled(), autocast
-
-
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided:
-            return leaf.layout
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+        return _C.signature(leaf)
     try:
         hash(leaf)
     except TypeError:

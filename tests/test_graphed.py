@@ -1,7 +1,10 @@
 """mixprec.graphed on a GPU: replays have the bits of plain calls, whatever changes between them."""
 
 import copy
+import ctypes
 import gc
+import threading
+import weakref
 
 import pytest
 import torch
@@ -512,6 +515,82 @@ def test_outputs_and_inputs_are_the_callers():
     assert len({loss.data_ptr() for loss in losses}) == len(losses)
     assert len(set(torch.stack(losses).tolist())) == len(losses)
     assert all(torch.equal(x, copied) for _, copied, x in kept)
+
+
+def test_outputs_of_every_kind():
+    class Marked(torch.Tensor):
+        pass
+
+    def plain(x):
+        y = x * 2
+        views = y.t(), y[:, ::2], y[0].expand(4, -1), y.conj()
+        return {"views": views, "marked": y.as_subclass(Marked), "others": [None, 3, "text"]}
+
+    graphed = mixprec.graphed(plain)
+    for i in range(8):
+        x = torch.full((3, 4), 1j * i, device="cuda")
+        ours, expected = graphed(x), plain(x)
+        assert ours["others"] == expected["others"]
+        assert type(ours["marked"]) is Marked
+        for actual, wanted in zip(ours["views"], expected["views"], strict=True):
+            assert torch.equal(actual, wanted)
+    assert len(graphed._runner.graphs) == 1
+
+
+def test_memsets():
+    """Libraries use them; in a graph, small ones become kernels."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    kinds = (
+        (driver.cuMemsetD8Async, torch.uint8, 0xA5),
+        (driver.cuMemsetD16Async, torch.int16, 0x5BA5),
+        (driver.cuMemsetD32Async, torch.int32, 0x12345678),
+    )
+    sets = [
+        (memset, value, torch.zeros(count, dtype=dtype, device="cuda"))
+        for memset, dtype, value in kinds
+        for count in (1, 3, 1000, 5000)
+    ]
+
+    @mixprec.graphed
+    def step(x):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        for memset, value, buffer in sets:
+            address, count = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.numel())
+            assert memset(address, value, count, stream) == 0
+            buffer.add_(x)
+
+    for i in range(8):
+        step(torch.tensor(i, dtype=torch.uint8, device="cuda"))
+        for _, value, buffer in sets:
+            assert torch.equal(buffer, torch.full_like(buffer, value) + i)
+    assert len(step._runner.graphs) == 1
+
+
+def test_backward_runs_in_the_calling_thread():
+    """Another one would have cuBLAS workspaces of its own, 32 MiB on Hopper."""
+    weight, threads = torch.ones(8, device="cuda", requires_grad=True), []
+    weight.register_hook(lambda _: threads.append(threading.get_ident()))
+
+    @mixprec.graphed
+    def step(x):
+        weight.grad = None
+        (weight * x).sum().backward()
+
+    for _ in range(6):
+        step(torch.ones(8, device="cuda"))
+    assert threads == [threading.get_ident()] * 4  # three calls and the capture
+
+
+def test_capture_frees_the_gradients_that_the_function_drops():
+    trainer, gradients, freed = Trainer(), [], []
+    trainer.model.register_forward_pre_hook(
+        lambda *_: freed.append(all(gradient() is None for gradient in gradients))
+    )
+    for batch in batches(6):
+        trainer.step(*batch)
+        gradients[:] = [weakref.ref(param.grad) for param in trainer.model.parameters()]
+    assert freed == [True] * 4  # three calls and the capture
+    assert graphs_of(trainer) == 1
 
 
 def test_versions_are_bumped():

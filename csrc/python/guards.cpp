@@ -1,10 +1,17 @@
-// What mixprec/graphed.py asks before and after each replay, in C++ because a replay takes as long
+// What mixprec/graphed.py does before and after each replay, in C++ because a replay takes as long
 // as a Python loop over a hundred parameters: is everything still where the graph was captured?
+// Inputs go in, outputs come out.
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <c10/util/hash.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#ifdef WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
 
+#include "../ops.h"
 #include "module.h"
 
 namespace mixprec {
@@ -23,8 +30,8 @@ class Fingerprint {
 
   void add(PyObject* object, int depth = 0) {
     if (object == nullptr || object == Py_None) return mode(0);
-    if (PyBool_Check(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
-        PyUnicode_CheckExact(object)) {
+    if (PyBool_Check(object)) return mode(reinterpret_cast<size_t>(object));
+    if (PyLong_CheckExact(object) || PyFloat_CheckExact(object) || PyUnicode_CheckExact(object)) {
       // 1, 1.0 and True have one hash, and so have -1 and -2.
       mode(reinterpret_cast<size_t>(Py_TYPE(object)));
       if (!PyUnicode_CheckExact(object)) mode(std::hash<double>{}(PyFloat_AsDouble(object)));
@@ -52,6 +59,12 @@ class Fingerprint {
     }
   }
 
+  void add_torch_modes() {
+    mode(at::GradMode::is_enabled());
+    mode(at::autocast::is_autocast_enabled(at::kCUDA));
+    mode(static_cast<size_t>(at::autocast::get_autocast_dtype(at::kCUDA)));
+  }
+
  private:
   static constexpr int kMaxDepth = 6;  // of nested containers, which may hold themselves
 
@@ -64,8 +77,8 @@ class Fingerprint {
     if (tensor.layout() == at::kStrided && tensor.has_storage()) {
       own = own * 31 + reinterpret_cast<size_t>(tensor.const_data_ptr());
       own = own * 31 + static_cast<size_t>(tensor.scalar_type());
-      for (const int64_t size : tensor.sizes()) own = own * 31 + size;
-      for (const int64_t stride : tensor.strides()) own = own * 31 + stride;
+      const auto sizes = tensor.sizes(), strides = tensor.strides();
+      for (size_t d = 0; d < sizes.size(); ++d) own = own * 31 + (sizes[d] ^ strides[d] << 32);
     }
     address(own);
   }
@@ -88,6 +101,7 @@ void add_values(Fingerprint& result, PyObject* dict, PyObject* names) {
 // names. Of (dict, list's name, names): the values of these names in each dict of the list.
 std::pair<size_t, size_t> fingerprint(const py::list& watched) {
   Fingerprint result;
+  result.add_torch_modes();
   for (const auto& item : watched) {
     PyObject* entry = item.ptr();
     PyObject* container = PyTuple_GET_ITEM(entry, 0);
@@ -104,6 +118,18 @@ std::pair<size_t, size_t> fingerprint(const py::list& watched) {
     }
   }
   return {result.addresses, result.modes};
+}
+
+// What a graph for one tensor takes of another: its kind, not its place and its values.
+py::bytes signature(const Tensor& tensor) {
+  c10::SmallVector<int64_t, 16> kind{static_cast<int64_t>(tensor.layout())};
+  if (tensor.layout() == at::kStrided) {
+    kind.push_back(static_cast<int64_t>(tensor.scalar_type()));
+    kind.push_back(tensor.requires_grad());
+    kind.append(tensor.sizes().begin(), tensor.sizes().end());
+    kind.append(tensor.strides().begin(), tensor.strides().end());
+  }
+  return {reinterpret_cast<const char*>(kind.data()), kind.size() * sizeof(int64_t)};
 }
 
 // What one graph asks of its parameters' gradients before a replay, and leaves in them after it.
@@ -161,11 +187,66 @@ class Gradients {
   std::vector<std::optional<Tensor>> before_;
 };
 
+// destination.copy_(source), for tensors without autograd. Copying from the same device and layout
+// is one call of CUDA's; what torch does before that call would take twice its time.
+void copy_tensor(const Tensor& destination, const Tensor& source) {
+#ifdef WITH_CUDA
+  // Equal keys: no subclass, no lazy conjugation, neither or both of inference mode.
+  if (source.is_cuda() && source.key_set() == destination.key_set() &&
+      source.device() == destination.device() &&
+      source.scalar_type() == destination.scalar_type() && source.sizes() == destination.sizes() &&
+      source.strides() == destination.strides() && source.is_non_overlapping_and_dense()) {
+    C10_CUDA_CHECK(cudaMemcpyAsync(destination.data_ptr(), source.const_data_ptr(), source.nbytes(),
+                                   cudaMemcpyDeviceToDevice,
+                                   c10::cuda::getCurrentCUDAStream(source.device().index())));
+    return;
+  }
+#endif
+  destination.copy_(source, /*non_blocking=*/true);
+}
+
+void copy_all(const std::vector<Tensor>& destinations, const std::vector<Tensor>& sources) {
+  for (size_t i = 0; i < destinations.size(); ++i) copy_tensor(destinations[i], sources[i]);
+}
+
+// The list with its tensors cloned.
+py::list clones(const py::list& items) {
+  py::list result;
+  for (const auto& item : items) {
+    if (!THPVariable_Check(item.ptr())) {
+      result.append(item);
+      continue;
+    }
+    if (!THPVariable_CheckExact(item.ptr())) {
+      result.append(item.attr("clone")());
+      continue;
+    }
+    const Tensor& tensor = THPVariable_Unpack(item.ptr());
+    const Tensor clone = [&] {
+      const py::gil_scoped_release no_gil;
+      const Tensor out = at::empty_like(tensor);
+      copy_tensor(out, tensor);
+      return out;
+    }();
+    result.append(clone);
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind_guards(py::module_& module) {
   using namespace pybind11::literals;
   module.def("fingerprint", &fingerprint, "watched"_a);
+  module.def("signature", &signature, "tensor"_a);
+  module.def("copy", &copy_all, "destinations"_a, "sources"_a,
+             py::call_guard<py::gil_scoped_release>());
+  module.def("clones", &clones, "items"_a);
+#ifdef WITH_CUDA
+  module.def(
+      "replace_memsets",
+      [](uintptr_t graph) { cuda::replace_memsets(reinterpret_cast<void*>(graph)); }, "graph"_a);
+#endif
   py::class_<Gradients>(module, "Gradients")
       .def(py::init<std::vector<Tensor>>(), "params"_a)
       .def("captured", &Gradients::captured, "written"_a)
