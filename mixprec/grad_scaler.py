@@ -192,7 +192,14 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             The norm before clipping, a () float32 tensor on the gradients' device. If it is not
             finite, the step is skipped (disabled scaler: with :class:`mixprec.SGD`).
+
+        Raises:
+            RuntimeError: called after ``step``.
+            ValueError: ``max_norm`` is negative or NaN, which would write NaN or turn gradients
+                round; another ``norm_type``.
         """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be at least 0, got {max_norm}")
         if self._enabled:
             self._check_scale_growth_tracker("clip_grad_norm_")
             if self._stage(optimizer) is OptState.STEPPED:

@@ -1,5 +1,7 @@
 """Bad input: one clear error, before a weight, its state or a gradient has changed."""
 
+import math
+
 import pytest
 import torch
 from helpers import assert_same_bits, on_devices, params_of
@@ -136,15 +138,71 @@ def test_state_of_another_shape(device, name):
 
 
 @on_devices
-@pytest.mark.parametrize("bad", ["0.1", None, torch.ones(2)])
-def test_hyperparameter_that_is_no_number(device, bad):
+@pytest.mark.parametrize("shrink_to", [0, 20])
+@pytest.mark.parametrize("call", ["step", "clip_grad_norm_"])
+@pytest.mark.parametrize("what", ["weight", "gradient", "momentum_buffer", "master"])
+def test_memory_that_was_freed(device, what, call, shrink_to):
+    """storage.resize_(0) is how people offload: torch's own kernels crash on what is left."""
+    optimizer, scaler = optimizer_of_three(device), mixprec.GradScaler(device)
+    optimizer.step()
+    scaler.scale(torch.zeros((), device=device))
+    param = params_of(optimizer)[1]
+    kept = [p for p in params_of(optimizer) if p is not param]
+    before = [t.clone() for p in kept for t in (p.detach(), p.grad)]
+    victim = {"weight": param.data, "gradient": param.grad}.get(what)
+    victim = optimizer.state[param][what] if victim is None else victim
+    victim.untyped_storage().resize_(shrink_to)
+
+    def run():
+        getattr(scaler, call)(optimizer, *((1.0,) if call == "clip_grad_norm_" else ()))
+
+    if what == "gradient" or call == "step":
+        message = f"the {what} of parameter 1 of group 0 has 12 elements, but its storage was"
+        with pytest.raises(RuntimeError, match=message):
+            run()
+        for tensor, expected in zip([t for p in kept for t in (p, p.grad)], before, strict=True):
+            assert_same_bits(tensor, expected)
+    else:
+        run()  # reads gradients alone
+
+
+@on_devices
+@pytest.mark.parametrize("bad", ["0.1", None, torch.ones(2), torch.nan, -torch.inf])
+@pytest.mark.parametrize("name", ["lr", "momentum", "dampening", "weight_decay"])
+def test_hyperparameter_that_is_no_number(device, name, bad):
     optimizer = optimizer_of_three(device)
     before = snapshot(optimizer, 3)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device=device))]})
-    optimizer.param_groups[1]["lr"] = bad
-    with pytest.raises((RuntimeError, TypeError, ValueError)):
+    optimizer.param_groups[1][name] = bad
+    with pytest.raises((TypeError, ValueError), match=f"{name} of group 1 is"):
         optimizer.step()
     assert_unchanged(optimizer, before, 3)
+
+
+@on_devices
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_max_norm_that_is_none(device, max_norm):
+    optimizer, scaler = optimizer_of_three(device), mixprec.GradScaler(device)
+    scaler.scale(torch.zeros((), device=device))
+    with pytest.raises(ValueError, match="max_norm must be at least 0"):
+        scaler.clip_grad_norm_(optimizer, max_norm)
+    scaler.step(optimizer)  # as if it had not been called
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["_scale", "_growth_tracker", "_history"])
+def test_state_of_a_scaler(device, name):
+    optimizer, scaler = optimizer_of_three(device), mixprec.GradScaler(device)
+    scaler.scale(torch.zeros((), device=device))
+    scaler.step(optimizer)
+    before = scaler.state_dict()
+    original = getattr(scaler, name)
+    for bad in (original.double(), torch.cat([original.view(-1)] * 2), original.to("meta")):
+        setattr(scaler, name, bad)
+        with pytest.raises(RuntimeError, match=r"the scaler's .* must be|works on CPU and CUDA"):
+            scaler.update()
+        setattr(scaler, name, original)
+        assert scaler.state_dict() == before
 
 
 @on_devices

@@ -81,10 +81,22 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
   return result;
 }
 
+void check_state(const Tensor& tensor, const char* name, const Tensor& scale, at::ScalarType dtype,
+                 int64_t numel) {
+  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == numel &&
+                  tensor.device() == scale.device() && tensor.is_contiguous() && has_memory(tensor),
+              "the scaler's ", name, " must be ", numel, " x ", dtype, " on ", scale.device(),
+              ", got ", tensor.numel(), " x ", tensor.scalar_type(), " on ", tensor.device(),
+              "; make a new scaler, and load a state_dict() into it");
+}
+
 void update_scale(const Tensor& scale, const Tensor& growth_tracker, const Tensor& history,
                   const Tensor& found_inf, double growth_factor, double backoff_factor,
                   int growth_interval, double min_scale, double max_scale, int hysteresis) {
   check_device(scale.device());
+  check_state(scale, "scale", scale, at::kFloat, 1);
+  check_state(growth_tracker, "growth tracker", scale, at::kInt, 1);
+  check_state(history, "history", scale, at::kInt, sizeof(ScaleHistory) / sizeof(int));
   const Tensor skipped = scalar_on(found_inf, scale.device(), "found_inf");
   const ScaleData data{address_of<float>(scale), address_of<int>(growth_tracker),
                        address_of<ScaleHistory>(history), address_of<float>(skipped)};

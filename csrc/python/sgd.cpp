@@ -9,8 +9,21 @@ namespace {
 
 bool flag_of(const py::dict& group, const char* name) { return py::bool_(py::object(group[name])); }
 
-SgdHyperparameters hyperparameters_of(const py::dict& group) {
-  const auto number = [&](const char* name) { return py::cast<double>(group[name]); };
+SgdHyperparameters hyperparameters_of(const py::list& param_groups, size_t index) {
+  const auto group = py::cast<py::dict>(param_groups[index]);
+  const auto number = [&](const char* name) {
+    const py::object object = group[name];
+    const double value = PyFloat_AsDouble(object.ptr());
+    if (PyErr_Occurred()) {
+      const auto message = c10::str(name, " of group ", index, " is no number, but a ",
+                                    Py_TYPE(object.ptr())->tp_name);
+      py::raise_from(PyExc_TypeError, message.c_str());
+      throw py::error_already_set();
+    }
+    TORCH_CHECK_VALUE(std::isfinite(value), name, " of group ", index, " is ", value,
+                      "; it must be finite");
+    return value;
+  };
   return {number("lr"), number("momentum"), number("dampening"), number("weight_decay"),
           flag_of(group, "nesterov")};
 }
@@ -37,7 +50,7 @@ class DeviceHyperparameters {
   void store(const py::list& param_groups) {
     TORCH_CHECK(param_groups.size() == host_.size(), "a parameter group was added or removed");
     for (size_t group = 0; group < host_.size(); ++group) {
-      const auto now = hyperparameters_of(py::cast<py::dict>(param_groups[group]));
+      const auto now = hyperparameters_of(param_groups, group);
       if (host_[group] && *host_[group] == now) continue;
       host_[group] = now;
       for (const auto& [device, constants] : constants_[group]) {
@@ -72,14 +85,15 @@ Tensor unwritten_like(const Tensor& param) {
 // has no momentum.
 Tensor find_state(const py::dict& state, const py::str& name, const Tensor& param,
                   const Place& place) {
+  const char* what = PyUnicode_AsUTF8(name.ptr());
   PyObject* found = PyDict_GetItemWithError(state.ptr(), name.ptr());
   if (found == nullptr || found == Py_None) return {};
-  TORCH_CHECK_TYPE(THPVariable_Check(found), std::string(name), " of ", place, " is a ",
-                   Py_TYPE(found)->tp_name, ", not a tensor");
+  TORCH_CHECK_TYPE(THPVariable_Check(found), what, " of ", place, " is a ", Py_TYPE(found)->tp_name,
+                   ", not a tensor");
   const Tensor& tensor = THPVariable_Unpack(found);
-  TORCH_CHECK(tensor.sizes() == param.sizes(), std::string(name), " of ", place, " has shape ",
-              tensor.sizes(), ", its parameter ", param.sizes(),
-              "; was the state of another model loaded?");
+  TORCH_CHECK(tensor.sizes() == param.sizes(), what, " of ", place, " has shape ", tensor.sizes(),
+              ", its parameter ", param.sizes(), "; was the state of another model loaded?");
+  check_memory(tensor, what, place);
   return tensor;
 }
 
@@ -178,9 +192,8 @@ void sgd_step(const py::list& param_groups, const py::dict& state, const py::obj
   const c10::NoGradGuard no_grad;
   std::vector<SgdHyperparameters> hyperparameters;
   for (size_t group = 0; group < param_groups.size(); ++group) {
-    hyperparameters.push_back(on_device
-                                  ? on_device->host(group)
-                                  : hyperparameters_of(py::cast<py::dict>(param_groups[group])));
+    hyperparameters.push_back(on_device ? on_device->host(group)
+                                        : hyperparameters_of(param_groups, group));
   }
 
   struct Found {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -53,12 +54,24 @@ T* address_of(const Tensor& tensor) {
   return tensor.defined() ? static_cast<T*>(tensor.data_ptr()) : nullptr;
 }
 
+// Whether its elements lie inside its storage, which others may shrink or free under a tensor.
+inline bool has_memory(const Tensor& tensor) {
+  const int64_t numel = tensor.numel(), offset = tensor.storage_offset();
+  const size_t item = tensor.element_size();
+  const size_t end =
+      tensor.is_non_overlapping_and_dense()
+          ? (offset + numel) * item
+          : at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), item, offset);
+  return numel == 0 || end <= tensor.storage().nbytes();
+}
+
 // A scalar argument as the kernels read it. Moving it to another GPU is asynchronous.
 inline Tensor scalar_on(const optional<Tensor>& scalar, const at::Device& device,
                         const char* name) {
   if (!scalar) return {};
-  TORCH_CHECK(scalar->scalar_type() == at::kFloat && scalar->numel() == 1, name,
-              " must be one float32, got ", scalar->numel(), " x ", scalar->scalar_type());
+  TORCH_CHECK(scalar->scalar_type() == at::kFloat && scalar->numel() == 1 && has_memory(*scalar),
+              name, " must be one float32, got ", scalar->numel(), " x ", scalar->scalar_type(),
+              has_memory(*scalar) ? "" : " whose memory was freed");
   return scalar->to(device, /*non_blocking=*/true);
 }
 
@@ -101,6 +114,12 @@ inline void check_dtype(const Tensor& tensor, const char* what, const Place& pla
               "; use torch's optimizer and scaler for it");
 }
 
+inline void check_memory(const Tensor& tensor, const char* what, const Place& place) {
+  TORCH_CHECK(has_memory(tensor), "the ", what, " of ", place, " has ", tensor.numel(),
+              " elements, but its storage was freed or shrunk (by offloading, say); restore it "
+              "before the step");
+}
+
 inline void check_readable(const Tensor& tensor, const char* what, const Place& place) {
   check_device(tensor.device());
   TORCH_CHECK(tensor.layout() == at::kStrided, "the ", what, " of ", place, " is ", tensor.layout(),
@@ -109,6 +128,7 @@ inline void check_readable(const Tensor& tensor, const char* what, const Place& 
       !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage(), "the ", what, " of ",
       place,
       " is a tensor subclass without memory of its own (DTensor, say), which mixprec can't read");
+  check_memory(tensor, what, place);
   check_dtype(tensor, what, place);
 }
 
