@@ -77,8 +77,8 @@ class Fingerprint {
     if (tensor.layout() == at::kStrided && tensor.has_storage()) {
       own = own * 31 + reinterpret_cast<size_t>(tensor.const_data_ptr());
       own = own * 31 + static_cast<size_t>(tensor.scalar_type());
-      const auto sizes = tensor.sizes(), strides = tensor.strides();
-      for (size_t d = 0; d < sizes.size(); ++d) own = own * 31 + (sizes[d] ^ strides[d] << 32);
+      for (const int64_t size : tensor.sizes()) own = own * 31 + size;
+      for (const int64_t stride : tensor.strides()) own = own * 31 + stride;
     }
     address(own);
   }
