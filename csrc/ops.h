@@ -84,6 +84,20 @@ struct ScaleData {
   const float* found_inf;
 };
 
+// Ends of a copy that change from replay to replay of a CUDA graph lie in device memory.
+enum class CopyKind {
+  kBytes,    // to[0 ... bytes) = from[0 ... bytes)
+  kThrough,  // the same with *to for to
+  kAddress,  // *to = from
+};
+
+struct CopyData {
+  void* to;
+  const void* from;
+  int64_t bytes;
+  CopyKind kind = CopyKind::kBytes;
+};
+
 #define MIXPREC_DECLARE_OPS                                                               \
   void check(const CheckArguments& arguments);                                            \
   void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& parameters, \
@@ -100,6 +114,7 @@ MIXPREC_DECLARE_OPS
 // What later steps read through StepScalars::constants: a captured step would else keep its own.
 // The values travel by value, so the host may go on.
 void store_constants(const SgdHyperparameters& parameters, SgdConstants<float>* constants);
+void copy(const std::vector<CopyData>& copies);
 // Of a captured cudaGraph_t, before it is instantiated: kernels for small memsets.
 void replace_memsets(void* graph);
 }  // namespace cuda

@@ -262,6 +262,7 @@ class _Runner:
         if not any(self.graphs.values()):
             self.pool = torch.cuda.graph_pool_handle()  # the one before may have died with its last
         inputs = [_static(leaf, device) for leaf in leaves]
+        copies = _C.Copies(inputs)
         args, kwargs = _arguments(inputs, spec)
         versions = [tensor._version for tensor in found.tensors]
         input_versions = [leaf._version for leaf in inputs if isinstance(leaf, Tensor)]
@@ -277,7 +278,8 @@ class _Runner:
         refusal, done = None, False
         try:
             with _side_stream(device), capturing(graph, self.pool, device):
-                result = self.function(*args, **kwargs)
+                outputs, result_spec = tree_flatten(_detached(self.function(*args, **kwargs)))
+                copies.capture(outputs)
             if input_versions != [t._version for t in inputs if isinstance(t, Tensor)]:
                 refusal = "it writes to its inputs, which a graph has copies of"
             elif any(scaler._per_optimizer_states for scaler in found.scalers):
@@ -310,7 +312,7 @@ class _Runner:
                 if tensor._version != version
             ]
         )
-        return _Graph(graph, inputs, stores, gradients, result)
+        return _Graph(graph, copies, outputs, result_spec, stores, gradients)
 
 
 class _Graph:
@@ -319,25 +321,24 @@ class _Graph:
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
-        inputs: list[Any],
+        copies: _C.Copies,
+        outputs: list[Any],
+        result_spec: TreeSpec,
         stores: list[Store],
         gradients: _C.Gradients,
-        result: Any,
     ) -> None:
-        self.graph, self.stores, self.gradients = graph, stores, gradients
-        self.places = [i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)]
-        self.inputs = [inputs[i] for i in self.places]
-        self.outputs, self.spec = tree_flatten(_detached(result))
-        self.is_tensor = isinstance(result, Tensor)
+        self.graph, self.copies, self.stores, self.gradients = graph, copies, stores, gradients
+        self.outputs = outputs
+        self.result_spec = None if result_spec.is_leaf() else result_spec
 
     def replay(self, leaves: list[Any]) -> Any:
-        _C.copy(self.inputs, [leaves[i] for i in self.places])
+        results = self.copies.before(leaves, self.outputs)
         for store in self.stores:
             store.store()
         self.graph.replay()
+        self.copies.after(results)
         self.gradients.restore()
-        outputs = _C.clones(self.outputs)  # the next replay writes to the graph's own
-        return outputs[0] if self.is_tensor else tree_unflatten(outputs, self.spec)
+        return results[0] if self.result_spec is None else tree_unflatten(results, self.result_spec)
 
 
 class _Streams(threading.local):

@@ -537,6 +537,29 @@ def test_outputs_of_every_kind():
     assert len(graphed._runner.graphs) == 1
 
 
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_inputs_of_every_size(offset):
+    """More of them than one launch copies; aligned to 16 bytes, to an element, and to a byte."""
+    dtypes = [torch.uint8, torch.bool, torch.half, torch.float, torch.int64, torch.complex128]
+    sizes = [0, 1, 3, 1000, 4096, 20_000]
+
+    def plain(tensors):
+        return [t + 1 for t in tensors]
+
+    graphed = mixprec.graphed(plain)
+    for i in range(8):
+        torch.manual_seed(i)
+        tensors = [
+            torch.randint(0, 2, (size + offset,), device="cuda").to(dtype)[offset:]
+            for dtype in dtypes
+            for size in sizes
+        ]
+        ours, expected = graphed(tensors), plain(tensors)
+        for actual, wanted in zip(ours, expected, strict=True):
+            assert actual.dtype == wanted.dtype and torch.equal(actual, wanted)
+    assert len(graphed._runner.graphs) == 1
+
+
 def test_memsets():
     """Libraries use them; in a graph, small ones become kernels."""
     driver = ctypes.CDLL("libcuda.so.1")

@@ -1,29 +1,23 @@
 // What mixprec/graphed.py does before and after each replay, in C++ because a replay takes as long
 // as a Python loop over a hundred parameters: is everything still where the graph was captured?
 // Inputs go in, outputs come out.
-#include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <c10/util/hash.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 #ifdef WITH_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
+#include <c10/cuda/CUDAFunctions.h>
 #endif
 
-#include "../ops.h"
 #include "module.h"
+#include "tensors.h"
 
 namespace mixprec {
 
-namespace py = pybind11;
-
 namespace {
-
-using at::Tensor;
 
 class Fingerprint {
  public:
+  static constexpr int kMaxDepth = 6;  // of nested containers, which may hold themselves
+
   // Memory and identity go into `addresses`: a graph captured with others is stale for good. Values
   // go into `modes`: a graph for other ones may be wanted again (train and eval).
   size_t addresses = 0, modes = 0;
@@ -51,9 +45,8 @@ class Fingerprint {
       for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
         add(PySequence_Fast_GET_ITEM(object, i), depth + 1);
       }
-    } else if (PyType_IsSubtype(Py_TYPE(object),
-                                reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
-      add(THPVariable_Unpack(object));  // THPVariable_Check asks the metaclass of all others
+    } else if (depth < kMaxDepth && is_tensor(Py_TYPE(object))) {
+      add(THPVariable_Unpack(object));
     } else {
       address(reinterpret_cast<size_t>(object));
     }
@@ -66,7 +59,11 @@ class Fingerprint {
   }
 
  private:
-  static constexpr int kMaxDepth = 6;  // of nested containers, which may hold themselves
+  static bool is_tensor(PyTypeObject* type) {
+    // THPVariable_Check asks the metaclass of all that are none.
+    return THPVariable_CheckTypeExact(type) ||
+           PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+  }
 
   void address(size_t x) { addresses = c10::hash_combine(addresses, x); }
   void mode(size_t x) { modes = c10::hash_combine(modes, x); }
@@ -74,31 +71,35 @@ class Fingerprint {
   void add(const Tensor& tensor) {
     mode(tensor.requires_grad());
     size_t own = reinterpret_cast<size_t>(tensor.unsafeGetTensorImpl());
-    if (tensor.layout() == at::kStrided && tensor.has_storage()) {
-      own = own * 31 + reinterpret_cast<size_t>(tensor.const_data_ptr());
+    // What tensor.const_data_ptr() computes, without its checks.
+    const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (storage != nullptr && tensor.layout() == at::kStrided) {
+      own = own * 31 + reinterpret_cast<size_t>(storage->data());
+      own = own * 31 + static_cast<size_t>(tensor.storage_offset());
       own = own * 31 + static_cast<size_t>(tensor.scalar_type());
-      for (const int64_t size : tensor.sizes()) own = own * 31 + size;
-      for (const int64_t stride : tensor.strides()) own = own * 31 + stride;
+      const auto sizes = tensor.sizes(), strides = tensor.strides();
+      for (size_t d = 0; d < sizes.size(); ++d) own = (own * 31 + sizes[d]) * 31 + strides[d];
     }
     address(own);
   }
 };
 
 // A name is a str, or (str,) where only whether the value is true counts.
-void add_values(Fingerprint& result, PyObject* dict, PyObject* names) {
+void add_values(Fingerprint& result, PyObject* dict, PyObject* names, int depth = 0) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
     PyObject* name = PyTuple_GET_ITEM(names, i);
     if (PyTuple_Check(name)) {
       PyObject* value = PyDict_GetItemWithError(dict, PyTuple_GET_ITEM(name, 0));
       result.add(value != nullptr && PyObject_IsTrue(value) == 1 ? Py_True : Py_False);
     } else {
-      result.add(PyDict_GetItemWithError(dict, name));
+      result.add(PyDict_GetItemWithError(dict, name), depth);
     }
   }
 }
 
 // Of (cell,): what the cell holds. Of (dict,): all values. Of (dict, names): the values of these
-// names. Of (dict, list's name, names): the values of these names in each dict of the list.
+// names. Of (dict, list's name, names): the values of these names in each dict of the list, which
+// of lists in there (an optimizer's parameters) are the items' identities.
 std::pair<size_t, size_t> fingerprint(const py::list& watched) {
   Fingerprint result;
   result.add_torch_modes();
@@ -113,7 +114,7 @@ std::pair<size_t, size_t> fingerprint(const py::list& watched) {
     } else {
       const auto dicts = PyDict_GetItemWithError(container, PyTuple_GET_ITEM(entry, 1));
       for (const auto& dict : py::reinterpret_borrow<py::list>(dicts)) {
-        add_values(result, dict.ptr(), PyTuple_GET_ITEM(entry, 2));
+        add_values(result, dict.ptr(), PyTuple_GET_ITEM(entry, 2), Fingerprint::kMaxDepth - 1);
       }
     }
   }
@@ -187,51 +188,97 @@ class Gradients {
   std::vector<std::optional<Tensor>> before_;
 };
 
-// destination.copy_(source), for tensors without autograd. Copying from the same device and layout
-// is one call of CUDA's; what torch does before that call would take twice its time.
-void copy_tensor(const Tensor& destination, const Tensor& source) {
 #ifdef WITH_CUDA
-  // Equal keys: no subclass, no lazy conjugation, neither or both of inference mode.
-  if (source.is_cuda() && source.key_set() == destination.key_set() &&
-      source.device() == destination.device() &&
-      source.scalar_type() == destination.scalar_type() && source.sizes() == destination.sizes() &&
-      source.strides() == destination.strides() && source.is_non_overlapping_and_dense()) {
-    C10_CUDA_CHECK(cudaMemcpyAsync(destination.data_ptr(), source.const_data_ptr(), source.nbytes(),
-                                   cudaMemcpyDeviceToDevice,
-                                   c10::cuda::getCurrentCUDAStream(source.device().index())));
-    return;
+
+// What brings a call's inputs to where a graph reads them, and its results to the caller: memory
+// that is new at each replay, so the graph's last node reads from a table where it lies. All copies
+// of a replay are one launch, which takes the host half as long as one cudaMemcpyAsync.
+class Copies {
+ public:
+  // Before the capture, whose memory the table must not share. What is no tensor is not copied.
+  explicit Copies(const py::list& inputs)
+      : table_(at::empty(
+            {kTableSize},
+            at::TensorOptions().device(at::kCUDA, c10::cuda::current_device()).dtype(at::kLong))) {
+    for (const auto& item : inputs) {
+      inputs_.push_back(THPVariable_Check(item.ptr()) ? THPVariable_Unpack(item.ptr()) : Tensor());
+    }
   }
+
+  // In the capture, at its end. The caller keeps the outputs: this class would hide from Python's
+  // garbage collector what else is among them.
+  void capture(const py::list& outputs) {
+    std::vector<CopyData> copies;
+    for (const auto& item : outputs) {
+      in_table_.push_back(copies.size() < kTableSize && THPVariable_CheckExact(item.ptr()) &&
+                          is_memory(THPVariable_Unpack(item.ptr())));
+      if (!in_table_.back()) continue;
+      const Tensor& output = THPVariable_Unpack(item.ptr());
+      copies.push_back({cells() + copies.size(), output.const_data_ptr(),
+                        static_cast<int64_t>(output.nbytes()), CopyKind::kThrough});
+    }
+    cuda::copy(copies);
+  }
+
+  // Before a replay with these inputs. Returns its results, as far as the graph writes them.
+  py::list before(const py::list& inputs, const py::list& outputs) const {
+    std::vector<CopyData> copies;
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      const Tensor& to = inputs_[i];
+      if (!to.defined()) continue;
+      const Tensor& from = THPVariable_Unpack(PyList_GET_ITEM(inputs.ptr(), i));
+      if (is_memory(from) && from.key_set() == to.key_set() &&
+          from.scalar_type() == to.scalar_type() && from.sizes() == to.sizes() &&
+          from.strides() == to.strides()) {
+        copies.push_back(
+            {to.data_ptr(), from.const_data_ptr(), static_cast<int64_t>(from.nbytes())});
+      } else {
+        to.copy_(from, /*non_blocking=*/true);
+      }
+    }
+    py::list results(outputs.size());
+    int64_t* cell = cells();
+    for (size_t i = 0; i < in_table_.size(); ++i) {
+      py::object result = outputs[i];
+      if (in_table_[i]) {
+        const Tensor& output = THPVariable_Unpack(result.ptr());
+        const Tensor made = empty_like(output, output.scalar_type());
+        copies.push_back({cell++, made.data_ptr(), sizeof(void*), CopyKind::kAddress});
+        result = py::cast(made);
+      }
+      PyList_SET_ITEM(results.ptr(), i, result.release().ptr());
+    }
+    const c10::DeviceGuard guard(table_.device());
+    const py::gil_scoped_release no_gil;
+    cuda::copy(copies);
+    return results;
+  }
+
+  // After it: the other results.
+  void after(py::list& results) const {
+    for (size_t i = 0; i < in_table_.size(); ++i) {
+      if (in_table_[i] || !THPVariable_Check(results[i].ptr())) continue;
+      results[i] = results[i].attr("clone")();
+    }
+  }
+
+ private:
+  static constexpr size_t kTableSize = 64;  // 512 bytes, the least that torch allocates
+
+  // Whether its bytes are all there is to copy: no gaps, no lazy conjugation, no inference mode.
+  bool is_memory(const Tensor& tensor) const {
+    return tensor.device() == table_.device() && tensor.is_non_overlapping_and_dense() &&
+           !tensor.is_conj() && !tensor.is_neg() && !tensor.is_inference();
+  }
+
+  int64_t* cells() const { return table_.mutable_data_ptr<int64_t>(); }
+
+  std::vector<Tensor> inputs_;  // undefined for what is no tensor
+  std::vector<bool> in_table_;  // of each output
+  Tensor table_;                // addresses of results
+};
+
 #endif
-  destination.copy_(source, /*non_blocking=*/true);
-}
-
-void copy_all(const std::vector<Tensor>& destinations, const std::vector<Tensor>& sources) {
-  for (size_t i = 0; i < destinations.size(); ++i) copy_tensor(destinations[i], sources[i]);
-}
-
-// The list with its tensors cloned.
-py::list clones(const py::list& items) {
-  py::list result;
-  for (const auto& item : items) {
-    if (!THPVariable_Check(item.ptr())) {
-      result.append(item);
-      continue;
-    }
-    if (!THPVariable_CheckExact(item.ptr())) {
-      result.append(item.attr("clone")());
-      continue;
-    }
-    const Tensor& tensor = THPVariable_Unpack(item.ptr());
-    const Tensor clone = [&] {
-      const py::gil_scoped_release no_gil;
-      const Tensor out = at::empty_like(tensor);
-      copy_tensor(out, tensor);
-      return out;
-    }();
-    result.append(clone);
-  }
-  return result;
-}
 
 }  // namespace
 
@@ -239,10 +286,12 @@ void bind_guards(py::module_& module) {
   using namespace pybind11::literals;
   module.def("fingerprint", &fingerprint, "watched"_a);
   module.def("signature", &signature, "tensor"_a);
-  module.def("copy", &copy_all, "destinations"_a, "sources"_a,
-             py::call_guard<py::gil_scoped_release>());
-  module.def("clones", &clones, "items"_a);
 #ifdef WITH_CUDA
+  py::class_<Copies>(module, "Copies")
+      .def(py::init<const py::list&>(), "inputs"_a)
+      .def("capture", &Copies::capture, "outputs"_a)
+      .def("before", &Copies::before, "inputs"_a, "outputs"_a)
+      .def("after", &Copies::after, "results"_a);
   module.def(
       "replace_memsets",
       [](uintptr_t graph) { cuda::replace_memsets(reinterpret_cast<void*>(graph)); }, "graph"_a);
