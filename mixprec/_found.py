@@ -23,8 +23,18 @@ class Found:
         self.scalers: list[torch.amp.GradScaler] = []
         self._tensors: dict[int, Tensor] = {}
         self._seen: set[int] = set()
+        self._in_modules: set[int] = set()
         for root in roots:
             self.visit(root)
+        # Of parameters in groups _C.fingerprint looks at the identity alone: most are a module's.
+        alone = [
+            param
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) not in self._in_modules
+        ]
+        self.watched.append((alone,))
         self.tensors = [t for t in self._tensors.values() if not t.is_inference()]
         self.device = next((t.device for t in self.tensors if t.is_cuda), None)
 
@@ -95,6 +105,7 @@ class Found:
         self.watched.append((vars(module), ("training",)))
         for tensors_or_modules in (module._parameters, module._buffers, module._modules):
             self.watched.append((tensors_or_modules,))
+        self._in_modules.update(map(id, module._parameters.values()))
         self.visit_all(module._parameters.values())
         self.visit_all(module._buffers.values())
         self.visit_attributes(vars(module))

@@ -147,6 +147,17 @@ def test_changes_show(change, monkeypatch):
         assert (new_modes != modes) == (change in MODES)
 
 
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_weights_of_an_optimizer_alone(optimizer_first):
+    model, alone = nn.Linear(3, 4), nn.Parameter(torch.ones(2))
+    optimizer = mixprec.SGD([*model.parameters(), alone], lr=0.1)
+    found = Found([optimizer, model] if optimizer_first else [model, optimizer])
+    for weight in (model.weight, model.bias, alone):
+        before = _C.fingerprint(found.watched)
+        weight.data = weight.data.clone()
+        assert _C.fingerprint(found.watched)[0] != before[0]
+
+
 @pytest.mark.parametrize(("before", "after"), [(-1, -2), (1, 1.0), (1, True), (0.5, 0.25), (0, "")])
 def test_numbers_of_one_hash_differ(before, after):
     number = before
