@@ -321,7 +321,7 @@ class _Graph:
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
-        copies: _C.Copies,
+        copies: "_C.Copies",  # only where there is CUDA
         outputs: list[Any],
         result_spec: TreeSpec,
         stores: list[Store],
