@@ -233,6 +233,7 @@ class Copies {
         copies.push_back(
             {to.data_ptr(), from.const_data_ptr(), static_cast<int64_t>(from.nbytes())});
       } else {
+        const py::gil_scoped_release no_gil;  // from memory that is not pinned it waits
         to.copy_(from, /*non_blocking=*/true);
       }
     }
