@@ -37,6 +37,11 @@ class Torch:
         values = torch.arange(1.0, 4.0, device=self.device)
         return [nn.Parameter(values * (i + 1)) for i in range(count)]
 
+    def ready(self, count=2, **options):
+        """A scaler, parameters, and an optimizer of these with `options`."""
+        params = self.params(count)
+        return self.scaler(), params, self.sgd(params, **options)
+
     def iteration(self, scaler, optimizer, gradient=1.0, update=True):
         """Gradients are `gradient` times the weights."""
         optimizer.zero_grad()
@@ -75,6 +80,13 @@ def stepped(lib, scaler=None, steps=(1.0, INF, 1.0, 0.5), **options):
 
 def outcome(params, optimizer, scaler):
     return params, optimizer.state_dict(), torchs_part(scaler)
+
+
+def finished(params, optimizer, scaler):
+    """The iteration whose gradients are there."""
+    scaler.step(optimizer)
+    scaler.update()
+    return outcome(params, optimizer, scaler)
 
 
 def torchs_part(scaler):
@@ -151,8 +163,7 @@ def scale_of_containers(lib):
 @case
 def before_the_first_scale(lib):
     """`step`, `unscale_` and `update` before `scale`: the errors"""
-    scaler, params = lib.scaler(), lib.params()
-    optimizer = lib.sgd(params)
+    scaler, params, optimizer = lib.ready()
     params[0].grad = torch.ones_like(params[0])
     return [
         error(lambda: scaler.step(optimizer)),
@@ -164,8 +175,7 @@ def before_the_first_scale(lib):
 @case
 def unscale_twice(lib):
     """`unscale_` twice, and after `step`: the errors"""
-    scaler, params = lib.scaler(), lib.params()
-    optimizer = lib.sgd(params)
+    scaler, params, optimizer = lib.ready()
     scaler.scale(params[0].sum()).backward()
     scaler.unscale_(optimizer)
     twice = error(lambda: scaler.unscale_(optimizer))
@@ -177,8 +187,7 @@ def unscale_twice(lib):
 @case
 def step_twice(lib):
     """`step` twice without `update`: the error; weights of one step"""
-    scaler, params = lib.scaler(), lib.params()
-    optimizer = lib.sgd(params)
+    scaler, params, optimizer = lib.ready()
     lib.iteration(scaler, optimizer, update=False)
     return error(lambda: scaler.step(optimizer)), params
 
@@ -197,9 +206,7 @@ def step_after_update_without_scale(lib):
     params, optimizer, scaler = stepped(lib)
     for param in params:
         param.grad = torch.ones_like(param)
-    scaler.step(optimizer)
-    scaler.update()
-    return outcome(params, optimizer, scaler)
+    return finished(params, optimizer, scaler)
 
 
 @case
@@ -231,21 +238,17 @@ def several_optimizers(lib):
 @case
 def several_losses(lib):
     """two losses with `retain_graph`, scaled apart, added up in the gradients"""
-    scaler, params = lib.scaler(), lib.params()
-    optimizer = lib.sgd(params)
+    scaler, params, optimizer = lib.ready()
     hidden = params[0] * params[1]
     scaler.scale(hidden.sum()).backward(retain_graph=True)
     scaler.scale(hidden.square().sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return outcome(params, optimizer, scaler)
+    return finished(params, optimizer, scaler)
 
 
 @case
 def accumulation(lib):
     """gradients added up over several backward passes before a step"""
-    scaler, params = lib.scaler(), lib.params()
-    optimizer = lib.sgd(params, momentum=0.9)
+    scaler, params, optimizer = lib.ready(momentum=0.9)
     for _ in range(2):
         for i in range(3):
             scaler.scale(params[0].sum() * i + params[1].square().sum()).backward()
@@ -258,28 +261,22 @@ def accumulation(lib):
 @case
 def clipping_in_torchs_way(lib):
     """`unscale_`, then `torch.nn.utils.clip_grad_norm_`"""
-    scaler, params = lib.scaler(), lib.params()
-    optimizer = lib.sgd(params, momentum=0.9)
+    scaler, params, optimizer = lib.ready(momentum=0.9)
     scaler.scale(params[0].sum() * 5).backward()
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(params, 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    return norm, outcome(params, optimizer, scaler)
+    return norm, finished(params, optimizer, scaler)
 
 
 @case
 def gradient_penalty(lib):
     """`autograd.grad` of a scaled loss, unscaled by hand, in a second loss"""
-    scaler, params = lib.scaler(), lib.params()
-    optimizer = lib.sgd(params)
+    scaler, params, optimizer = lib.ready()
     loss = params[0].pow(3).sum()
     (scaled,) = torch.autograd.grad(scaler.scale(loss), params[0], create_graph=True)
     gradient = scaled * (1.0 / scaler.get_scale())
     scaler.scale(loss + gradient.square().sum().sqrt()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return outcome(params, optimizer, scaler)
+    return finished(params, optimizer, scaler)
 
 
 @case
@@ -426,8 +423,7 @@ def changed_hyperparameters(lib):
 @case
 def some_without_gradients(lib):
     """parameters without a gradient keep value and state"""
-    scaler, params = lib.scaler(), lib.params(3)
-    optimizer = lib.sgd(params, momentum=0.9, weight_decay=0.1)
+    scaler, params, optimizer = lib.ready(3, momentum=0.9, weight_decay=0.1)
     for i in (0, 2, 1, 0):
         optimizer.zero_grad()
         scaler.scale(params[i].square().sum()).backward()

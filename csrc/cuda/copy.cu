@@ -43,8 +43,8 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   }
   if (dtypes & kThrough) to = *static_cast<void**>(to);
   const bool full = list.aligned[chunk.entry] && chunk.valid_items == kChunkSize;
-  dtypes& kSingle ? copy_chunk<uint8_t>(to, from, chunk, full)
-                  : copy_chunk<int32_t>(to, from, chunk, full);
+  (dtypes & kSingle) ? copy_chunk<uint8_t>(to, from, chunk, full)
+                     : copy_chunk<int32_t>(to, from, chunk, full);
 }
 
 ListEntry<kNumAddresses> entry_of(const CopyData& data) {
