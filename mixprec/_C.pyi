@@ -15,6 +15,7 @@ def sgd_step(
     param_groups: list[dict[str, Any]],
     state: dict[Tensor, dict[str, Any]],
     initial_master: Callable[[Tensor], Tensor],
+    forget_exact: Callable[[Tensor], None],
     store_param_remainders: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,

@@ -53,15 +53,11 @@ class FusedStore:
 Store = SGDStore | FusedStore
 
 
-def stores_of(optimizers: list[Optimizer], device: torch.device) -> list[Store]:
+def store_of(optimizer: Optimizer, device: torch.device) -> Store | None:
     """Other optimizers keep the values of the capture: those are part of a call's signature."""
-    stores: list[Store] = []
-    for optimizer in optimizers:
-        if isinstance(optimizer, SGD):
-            stores.append(SGDStore(optimizer))
-        elif is_fused(optimizer):
-            stores.append(FusedStore(optimizer, device))
-    return stores
+    if isinstance(optimizer, SGD):
+        return SGDStore(optimizer)
+    return FusedStore(optimizer, device) if is_fused(optimizer) else None
 
 
 _CAN_EDIT = hasattr(torch.cuda.CUDAGraph, "instantiate")  # torch 2.8 and later
@@ -114,7 +110,8 @@ def _repair(pool: Any, device: torch.device) -> None:
     torch._C._cuda_releasePool(device.index, pool)
     graph = torch.cuda.CUDAGraph()  # one that succeeds sets the generator right
     graph.capture_begin(capture_error_mode="thread_local")
-    torch.zeros((1,), device=device)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        torch.zeros((1,), device=device)
     graph.capture_end()
 
 

@@ -106,9 +106,13 @@ class GradScaler(torch.amp.GradScaler):
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # for report_overflow
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
-        self._history = torch.empty(3, dtype=torch.int32, device=dev)
-        self._fill_history()
+        try:
+            super()._lazy_init_scale_growth_tracker(dev)
+            self._history = torch.empty(3, dtype=torch.int32, device=dev)
+            self._fill_history()
+        except BaseException:  # out of memory, say: all three or none
+            self._scale = self._growth_tracker = self._history = None
+            raise
 
     def _fill_history(self) -> None:
         if self._history is not None:
@@ -227,11 +231,13 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: called twice since the last ``update``; a closure was passed.
             AssertionError: no gradients, or no ``scale`` before, as in torch.
         """
-        clip = self._clips.pop(id(optimizer), None)
+        clip = self._clips.get(id(optimizer))
         if not self._enabled:
             if clip is None:
                 return super().step(optimizer, *args, **kwargs)
-            return _step_on_device(optimizer, None, clip.found_inf, clip, args, kwargs)
+            result = _step_on_device(optimizer, None, clip.found_inf, clip, args, kwargs)
+            self._clips.pop(id(optimizer), None)
+            return result
         if not _skips_on_device(optimizer):
             return super().step(optimizer, *args, **kwargs)
 
@@ -252,6 +258,7 @@ class GradScaler(torch.amp.GradScaler):
             grad_scale = scale if grad_scale is None else scale * grad_scale
         found_inf = self._combined(state["found_inf_per_device"])
         result = _step_on_device(optimizer, grad_scale, found_inf, clip, args, kwargs)
+        self._clips.pop(id(optimizer), None)  # not before: a step that failed may be called again
         state["stage"] = OptState.STEPPED
         return result
 

@@ -23,7 +23,7 @@ from ._capture import (
     explained,
     new_graph,
     scaler_state,
-    stores_of,
+    store_of,
 )
 from ._found import Found, is_interesting
 
@@ -274,9 +274,12 @@ class _Runner:
         gc.collect()
         torch.cuda.empty_cache()
         graph = new_graph()
-        stores = stores_of(found.optimizers, device)
+        stores: list[Store] = []
         refusal, done = None, False
         try:
+            for optimizer in found.optimizers:
+                if store := store_of(optimizer, device):
+                    stores.append(store)
             with _side_stream(device), capturing(graph, self.pool, device):
                 outputs, result_spec = tree_flatten(_detached(self.function(*args, **kwargs)))
                 copies.capture(outputs)

@@ -63,17 +63,19 @@ def half_weights(
             "leave it out, or install torch >= 2.10"
         )
     chosen = _castable(model)
-    for name, param in chosen.items():
-        if not torch.isfinite(param.detach().to(dtype)).all():
+    exact = {name: param.detach() for name, param in chosen.items()}
+    halves = {name: value.to(dtype) for name, value in exact.items()}
+    for name, value in exact.items():
+        if not torch.isfinite(halves[name]).all():
             raise ValueError(
                 f"{name} has an element that {dtype} can't hold (largest magnitude "
-                f"{param.detach().abs().max().item():g}, limit {torch.finfo(dtype).max:g}); keep "
+                f"{value.abs().max().item():g}, limit {torch.finfo(dtype).max:g}); keep "
                 "this module in float32, or scale its weight down"
             )
-    for param in chosen.values():
-        setattr(param, _EXACT, param.detach().float())
+    for name, param in chosen.items():  # nothing is allocated from here on, so all or none
+        setattr(param, _EXACT, exact[name])
         param.grad = None  # of the old dtype
-        param.data = param.detach().to(dtype)
+        param.data = halves[name]
         if grad_dtype is not None and hasattr(param, "grad_dtype"):
             param.grad_dtype = grad_dtype
     return model
@@ -101,12 +103,23 @@ def initial_master(param: Tensor) -> Tensor:
     reach the values kept by half_weights: with several processes the weights themselves count.
     """
     exact = None if _is_distributed() else getattr(param, _EXACT, None)
-    # A capture computes nothing yet, and may be thrown away.
-    if hasattr(param, _EXACT) and not (param.is_cuda and torch.cuda.is_current_stream_capturing()):
-        delattr(param, _EXACT)
     if exact is None or exact.shape != param.shape:
         exact = param.detach()
-    return torch.empty_like(param, dtype=torch.float32).copy_(exact)
+    master = torch.empty_like(param, dtype=torch.float32).copy_(exact)
+    if hasattr(param, _EXACT) and not _is_capturing(param):
+        setattr(param, _EXACT, master)  # so that there are not two for all parameters at once
+    return master
+
+
+def forget_exact(param: Tensor) -> None:
+    """The optimizer has a master now."""
+    if hasattr(param, _EXACT) and not _is_capturing(param):
+        delattr(param, _EXACT)
+
+
+def _is_capturing(param: Tensor) -> bool:
+    """A capture computes nothing yet, and may be thrown away."""
+    return param.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _is_distributed() -> bool:

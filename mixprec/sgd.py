@@ -15,7 +15,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import ParamsT
 
 from . import _C
-from .half_weights import initial_master
+from .half_weights import forget_exact, initial_master
 
 __all__ = ["SGD"]
 
@@ -145,6 +145,7 @@ class SGD(torch.optim.SGD):
             self.param_groups,
             self.state,
             initial_master,
+            forget_exact,
             self.store_param_remainders,
             getattr(self, "grad_scale", None),
             getattr(self, "found_inf", None),
@@ -206,13 +207,14 @@ class SGD(torch.optim.SGD):
         return {**state, "store_param_remainders": self.store_param_remainders}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch loads state of keys that are no parameters as it is.
+        owned = {
+            key: _owned_state(hidden.values, key) if isinstance(key, Tensor) else hidden.values
+            for key, hidden in state["state"].items()
+            if isinstance(hidden, _Hidden)
+        }
+        state["state"].update(owned)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for param, values in self.state.items():
-            if isinstance(values, _Hidden):
-                is_param = isinstance(param, Tensor)  # torch loads state of unknown keys as it is
-                self.state[param] = (
-                    _owned_state(values.values, param) if is_param else values.values
-                )
 
 
 class _Hidden:

@@ -25,7 +25,7 @@ for name in "${@:-build test sanitize step train}"; do for part in $name; do
       # Without torch's caching, so that a tool sees where each tensor ends. mixprec's kernels alone, but
       # initcheck has to see torch's as well: they write what ours read. It takes over ten minutes for
       # the list of 3,000 tensors, which is left to the others.
-      for tool in memcheck racecheck initcheck; do
+      for tool in memcheck racecheck synccheck initcheck; do
         [ $tool = initcheck ] && only=() || only=(--kernel-name kns=mixprec)
         [ $tool = initcheck ] && tests="cuda and not 3000" || tests=cuda
         PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool "${only[@]}" --error-exitcode 1 \

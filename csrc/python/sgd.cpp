@@ -97,11 +97,21 @@ Tensor find_state(const py::dict& state, const py::str& name, const Tensor& para
   return tensor;
 }
 
+// A tensor of a parameter's state that a step made. It enters the optimizer's state when all are
+// there: a step that fails, out of memory say, leaves the state as it was.
+struct NewState {
+  PyObject* param;
+  py::dict state;
+  const py::str& name;
+  Tensor tensor;
+};
+
 // The same, made by `create` where there is none, and brought to the parameter's device, order in
 // memory and this dtype where a checkpoint or a user left another.
 template <typename Create>
-Tensor state_tensor(const py::dict& state, const py::str& name, const Tensor& param,
-                    at::ScalarType dtype, const Place& place, Create create) {
+Tensor state_tensor(std::vector<NewState>& made, PyObject* object, const py::dict& state,
+                    const py::str& name, const Tensor& param, at::ScalarType dtype,
+                    const Place& place, Create create) {
   Tensor tensor = find_state(state, name, param, place);
   const bool is_new = !tensor.defined();
   if (is_new) tensor = create();
@@ -111,7 +121,7 @@ Tensor state_tensor(const py::dict& state, const py::str& name, const Tensor& pa
   } else if (!is_new) {
     return tensor;
   }
-  state[name] = tensor;
+  made.push_back({object, state, name, tensor});
   return tensor;
 }
 
@@ -158,37 +168,37 @@ Tensor converted(const Tensor& any_weight, const Tensor& kept, at::ScalarType dt
   return to;
 }
 
-// An optimizer's state by parameter, made where there is none. Looking up one parameter would run
-// Tensor.__hash__, which is Python code, so the whole dict is walked once.
+// An optimizer's state by parameter, a new dict where there is none. Looking up one parameter would
+// run Tensor.__hash__, which is Python code, so the whole dict is walked once.
 class States {
  public:
-  explicit States(const py::dict& state) : state_(state) {
+  explicit States(const py::dict& state) {
     PyObject *key, *value;
     Py_ssize_t position = 0;
     while (PyDict_Next(state.ptr(), &position, &key, &value)) known_.emplace(key, value);
   }
   py::dict operator[](PyObject* param) const {
     const auto found = known_.find(param);
-    if (found == known_.end()) return state_[py::handle(param)];
+    if (found == known_.end()) return {};
     return py::reinterpret_borrow<py::dict>(found->second);
   }
 
  private:
-  py::dict state_;
-  std::unordered_map<PyObject*, PyObject*> known_;  // state_ holds both
+  std::unordered_map<PyObject*, PyObject*> known_;  // the optimizer holds both
 };
 
 struct SgdTensors {  // of one parameter, all with the parameter's order in memory
   Tensor param, grad, momentum_buffer, master;  // without momentum or master: undefined
 };
 
-// One step of every group. initial_master(param) is the first fp32 value of a half parameter.
+// One step of every group. initial_master(param) is the first fp32 value of a half parameter, which
+// forget_exact(param) says is in use. Everything is made before the first weight is written.
 // State of the other kind than store_param_remainders asks for is converted now, not when it is
 // loaded: now the weight is known, whichever of model and optimizer was loaded first.
 void sgd_step(const py::list& param_groups, const py::dict& state, const py::object& initial_master,
-              bool store_param_remainders, const optional<Tensor>& grad_scale,
-              const optional<Tensor>& found_inf, const optional<Tensor>& norm, double max_norm,
-              DeviceHyperparameters* on_device) {
+              const py::object& forget_exact, bool store_param_remainders,
+              const optional<Tensor>& grad_scale, const optional<Tensor>& found_inf,
+              const optional<Tensor>& norm, double max_norm, DeviceHyperparameters* on_device) {
   const c10::NoGradGuard no_grad;
   std::vector<SgdHyperparameters> hyperparameters;
   for (size_t group = 0; group < param_groups.size(); ++group) {
@@ -219,6 +229,7 @@ void sgd_step(const py::list& param_groups, const py::dict& state, const py::obj
   const auto kept_dtype = store_param_remainders ? at::kShort : at::kFloat;
   std::vector<std::vector<std::pair<at::Device, std::vector<SgdTensors>>>> groups(
       hyperparameters.size());
+  std::vector<NewState> made;
   for (const auto& [object, param, grad, place] : all) {
     SgdTensors tensors{param, laid_out_like(grad, param), {}, {}};
     const bool has_master = is_half(param);
@@ -229,13 +240,12 @@ void sgd_step(const py::list& param_groups, const py::dict& state, const py::obj
         const auto dtype = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
         const auto create = [&param = param] { return unwritten_like(param); };
         tensors.momentum_buffer =
-            state_tensor(param_state, momentum_buffer, param, dtype, place, create);
+            state_tensor(made, object, param_state, momentum_buffer, param, dtype, place, create);
       }
       if (has_master) {
         const auto create = [&, object = object, &param = param, &place = place] {
           Tensor found = find_state(param_state, other, param, place);
           if (found.defined()) {
-            PyDict_DelItem(param_state.ptr(), other.ptr());
             // -2^15 is a tie, which bfloat16's plain rounding takes to another weight.
             if (!store_param_remainders) found = found.clamp_min(-0x7FFF);
           } else {
@@ -244,35 +254,52 @@ void sgd_step(const py::list& param_groups, const py::dict& state, const py::obj
           }
           return converted(param, found, kept_dtype);
         };
-        tensors.master = state_tensor(param_state, kept, param, kept_dtype, place, create);
+        tensors.master =
+            state_tensor(made, object, param_state, kept, param, kept_dtype, place, create);
       }
     }
     of_device(groups[place.group], param.device()).push_back(std::move(tensors));
   }
 
+  struct Launch {
+    at::Device device;
+    size_t group;
+    const std::vector<SgdTensors>& tensors;
+    Tensor grad_scale, found_inf, norm;
+  };
+  std::vector<Launch> launches;
   for (size_t group = 0; group < groups.size(); ++group) {
     for (const auto& [device, tensors] : groups[group]) {
-      const Tensor scale = scalar_on(grad_scale, device, "grad_scale");
-      const Tensor skip = scalar_on(found_inf, device, "found_inf");
-      const Tensor clip_norm = scalar_on(norm, device, "norm");
-      std::vector<SgdData> params;
-      params.reserve(tensors.size());
-      for (const SgdTensors& t : tensors) {
-        params.push_back({data_of(t.param), data_of(t.grad), address_of<void>(t.momentum_buffer),
-                          data_of(t.master)});
-      }
-      const StepScalars scalars{address_of<float>(scale),
-                                address_of<float>(skip),
-                                address_of<float>(clip_norm),
-                                static_cast<float>(max_norm),
-                                flag_of(py::cast<py::dict>(param_groups[group]), "maximize"),
-                                on_device ? on_device->on(device, group) : nullptr};
-      DISPATCH(device, sgd_step(params, hyperparameters[group], scalars));
-      for (const SgdTensors& t : tensors) {
-        bump_version(t.param);
-        bump_version(t.momentum_buffer);
-        bump_version(t.master);
-      }
+      launches.push_back({device, group, tensors, scalar_on(grad_scale, device, "grad_scale"),
+                          scalar_on(found_inf, device, "found_inf"),
+                          scalar_on(norm, device, "norm")});
+    }
+  }
+  for (const NewState& m : made) {
+    state[py::handle(m.param)] = m.state;
+    m.state[m.name] = m.tensor;
+    if (!m.name.is(kept)) continue;
+    if (m.state.contains(other)) PyDict_DelItem(m.state.ptr(), other.ptr());
+    forget_exact(py::handle(m.param));
+  }
+  for (const Launch& launch : launches) {
+    std::vector<SgdData> params;
+    params.reserve(launch.tensors.size());
+    for (const SgdTensors& t : launch.tensors) {
+      params.push_back({data_of(t.param), data_of(t.grad), address_of<void>(t.momentum_buffer),
+                        data_of(t.master)});
+    }
+    const StepScalars scalars{address_of<float>(launch.grad_scale),
+                              address_of<float>(launch.found_inf),
+                              address_of<float>(launch.norm),
+                              static_cast<float>(max_norm),
+                              flag_of(py::cast<py::dict>(param_groups[launch.group]), "maximize"),
+                              on_device ? on_device->on(launch.device, launch.group) : nullptr};
+    DISPATCH(launch.device, sgd_step(params, hyperparameters[launch.group], scalars));
+    for (const SgdTensors& t : launch.tensors) {
+      bump_version(t.param);
+      bump_version(t.momentum_buffer);
+      bump_version(t.master);
     }
   }
 }
@@ -282,8 +309,8 @@ void sgd_step(const py::list& param_groups, const py::dict& state, const py::obj
 void bind_sgd(py::module_& module) {
   using namespace pybind11::literals;
   module.def("sgd_step", &sgd_step, "param_groups"_a, "state"_a, "initial_master"_a,
-             "store_param_remainders"_a, "grad_scale"_a, "found_inf"_a, "norm"_a, "max_norm"_a,
-             "device_hyperparameters"_a);
+             "forget_exact"_a, "store_param_remainders"_a, "grad_scale"_a, "found_inf"_a, "norm"_a,
+             "max_norm"_a, "device_hyperparameters"_a);
   module.def(
       "to_remainder",
       [](const Tensor& weight, const Tensor& master) {
