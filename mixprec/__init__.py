@@ -12,12 +12,14 @@ from .autocast import autocast
 from .grad_scaler import GradScaler
 from .graphed import graphed
 from .half_weights import full_precision_state_dict, half_weights
+from .overflow import OverflowLog
 from .prefetch import prefetch
 from .sgd import SGD
 
 __all__ = [
     "SGD",
     "GradScaler",
+    "OverflowLog",
     "autocast",
     "full_precision_state_dict",
     "graphed",
