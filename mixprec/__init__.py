@@ -9,6 +9,7 @@ and the training loop that torch documents for autocast and GradScaler, unchange
 
 from . import _load  # noqa: F401  first: refuses a torch that the extension was not built for
 from .autocast import autocast
+from .find_nonfinite import find_nonfinite
 from .grad_scaler import GradScaler
 from .grad_stats import grad_stats
 from .graphed import graphed
@@ -22,6 +23,7 @@ __all__ = [
     "GradScaler",
     "OverflowLog",
     "autocast",
+    "find_nonfinite",
     "full_precision_state_dict",
     "grad_stats",
     "graphed",
