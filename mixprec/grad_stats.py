@@ -139,9 +139,8 @@ def grad_stats(source: Optimizer | nn.Module, scaler: torch.amp.GradScaler) -> G
 
 
 def _measured(grad: Tensor) -> Tensor:
+    """(4,) float64: elements that are 0, below 2^-14, up to 2^-25; and the largest magnitude."""
     magnitude = grad.abs()
-    if grad.element_size() < 4:  # fp16 has no 2^-25 to compare with
-        magnitude = magnitude.float()
     limits = magnitude == 0, magnitude < _SMALLEST_NORMAL, magnitude <= _FLUSHED
     counts = [limit.sum().double() for limit in limits]
     return torch.stack([*counts, magnitude.amax().double()])
