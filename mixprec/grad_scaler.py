@@ -343,7 +343,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Covers every optimizer that this scaler has checked. Parameters have names if the optimizer
         was given ``model.named_parameters()``. Backward runs from the last layer to the first, and
-        what overflows spreads: of those listed for one step, the last is where it began.
+        what overflows spreads: of those listed for one step, the last are where it began.
         """
         return overflow_report(self._records, self.record_overflow)
 

@@ -78,6 +78,8 @@ class GradStats:
         shares.set_yticks(range(len(names)), names, fontsize=7)
         shares.invert_yaxis()
         shares.legend(fontsize=7)
+        shares.margins(y=0)
+        largest.margins(y=0)
         shown = [row.largest if 0 < row.largest < math.inf else math.nan for row in self.rows]
         largest.plot(shown, range(len(names)), "o")
         for limit in (_FLUSHED, _SMALLEST_NORMAL, _LARGEST):

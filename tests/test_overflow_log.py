@@ -79,6 +79,20 @@ def test_no_sync_between_looks():
     assert (row.name, row.steps, row.last_step) == ("2.weight", 11, 16)
 
 
+@needs_cuda
+def test_one_more_launch():
+    trainer = Trainer("cuda")
+    trainer.plain_step(trainer.x, trainer.x[0, 0])
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profile:
+        trainer.scaler.step(trainer.optimizer)
+        trainer.scaler.update()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if "mixprec" in event.name]
+    assert len(names) == 4, names
+    assert "record_overflow_kernel" in names[1]
+
+
 def test_arguments_of_the_log():
     with pytest.raises(ValueError, match="record_overflow=True"):
         mixprec.OverflowLog(mixprec.GradScaler("cpu"))
