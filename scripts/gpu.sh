@@ -30,7 +30,7 @@ for name in "${@:-build test sanitize step train}"; do for part in $name; do
         [ $tool = initcheck ] && only=() slow=3000
         check=(compute-sanitizer --tool $tool "${only[@]}" --error-exitcode 1 pytest -q -x)
         {
-          PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${check[@]}" tests/test_layouts.py tests/test_clip.py \
+          PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${check[@]}" tests/test_{layouts,clip,report_overflow}.py \
             -k "cuda and not $slow"
           "${check[@]}" tests/test_layouts.py tests/test_graphed.py \
             -k "cuda and $slow or memsets or inputs_of_every_size or outputs or changes_between"
