@@ -11,7 +11,7 @@ import mixprec
 
 HALF = {"cpu": torch.bfloat16, "cuda": torch.float16}  # what mixprec.autocast chooses
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
-SCALER = {"init_scale": 1024.0, "growth_interval": 3}
+SCALER = {"init_scale": 1024.0, "growth_interval": 4}
 OVERFLOWS = (0, 3)  # the first step is skipped too
 INF = float("inf")
 
