@@ -24,13 +24,13 @@ accelerate = pytest.importorskip("accelerate")
 import mixprec.accelerate  # noqa: E402
 
 
-def start(device, half=False, run=None, **options):
+def start(device, half=False, run=None, enabled=True, **options):
     """An accelerator and what it has prepared: model, optimizer and schedule."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
-    precision = "fp16" if device == "cuda" else "bf16"  # fp16 is not for CPUs
+    precision = "fp16" if HALF[device] is torch.float16 and enabled else "bf16"
     accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=device == "cpu", **options)
-    accelerator.scaler = mixprec.accelerate.GradScaler(device, **SCALER)
+    accelerator.scaler = mixprec.accelerate.GradScaler(device, **SCALER, enabled=enabled)
     model, optimizer, _ = run or ours(device, HALF[device] if half else None)
     return accelerator, *accelerator.prepare(model, optimizer, schedule_for(optimizer))
 
@@ -58,7 +58,7 @@ def plain(run, batches=None, **options):
 
 @on_devices
 @pytest.mark.parametrize("half", [False, True])
-def test_same_bits_as_torchs_loop(device, half):
+def test_same_bits(device, half):
     """Autocast, loss scaling, skipped steps and the schedule, which waits for them."""
     accelerator, model, optimizer, schedule = start(device, half)
     run = fit(accelerator, model, optimizer, schedule, make_batches())
@@ -87,6 +87,17 @@ def test_clips_norm(device, half):
     assert_close_run(run, plain(torchs(device), clip=0.5))
 
 
+@on_devices
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_bf16_without_loss_scaling(device, half):
+    batches = make_batches(())
+    run = fit(*start(device, run=ours(device, half), enabled=False), batches, clip=0.5)
+    model, optimizer, _ = ours(device, half)
+    expected = Run(model, optimizer, mixprec.GradScaler(device, enabled=False))
+    schedule = schedule_for(optimizer)
+    assert_same_run(run, trained(expected, torch.bfloat16, batches, schedule=schedule, clip=0.5))
+
+
 @needs_cuda
 def test_its_own_clipping_of_fp32_gradients():
     accelerator, model, optimizer, schedule = start("cuda")
@@ -110,7 +121,7 @@ def test_accumulates(device, half):
 
 @on_devices
 @pytest.mark.parametrize("half", [False, True])
-def test_resumes_from_its_checkpoints(device, half, tmp_path):
+def test_resumes(device, half, tmp_path):
     accelerator, *prepared = start(device, half)
     fit(accelerator, *prepared, make_batches()[:5])
     accelerator.save_state(tmp_path)

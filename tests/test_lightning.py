@@ -100,7 +100,7 @@ def fit(module, plugin, *, ckpt_path=None, **options):
 
 @on_devices
 @pytest.mark.parametrize("half", [False, True])
-def test_same_bits_as_torchs_loop(device, half):
+def test_same_bits(device, half):
     """Autocast, loss scaling and skipped steps; half weights with masters of fp32 training."""
     run, _ = fit(Regression(), plugin_for(device, half=half))
     assert_same_run(run, trained(torchs(device), FP16, make_batches()))
@@ -161,7 +161,7 @@ def test_accumulates(device, half):
 
 @on_devices
 @pytest.mark.parametrize("half", [False, True])
-def test_resumes_with_the_same_bits(device, half, tmp_path):
+def test_resumes(device, half, tmp_path):
     _, trainer = fit(Scheduled(), plugin_for(device, half=half))
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     resumed, _ = fit(
@@ -183,7 +183,7 @@ def test_resumes_from_lightnings_own_plugin(device, tmp_path):
 
 @on_devices
 @pytest.mark.parametrize(("module", "hold"), [(Scheduled, False), (HeldBack, True)])
-def test_follows_its_schedule(device, module, hold):
+def test_schedule(device, module, hold):
     run, _ = fit(module(), plugin_for(device))
     expected = torchs(device)
     schedule = schedule_for(expected.optimizer)

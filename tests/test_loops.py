@@ -53,13 +53,13 @@ def test_torchvision_same_bits(device, half):
 
 
 @on_devices
-def test_torchvision_clips_fp32_gradients(device):
+def test_torchvision_clips_norm(device):
     run = torchvision_epoch(ours(device), make_batches(), clip_grad_norm=0.5)
     assert_same_run(run, torchvision_epoch(torchs(device), make_batches(), clip_grad_norm=0.5))
 
 
 @on_devices
-def test_torchvision_schedule_checkpoint_and_resume(device, tmp_path):
+def test_torchvision_resumes(device, tmp_path):
     """Epochs with a schedule; train.py's checkpoint after each, loaded into a new training."""
 
     def epochs(run, count, checkpoint=None):

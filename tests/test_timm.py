@@ -57,7 +57,7 @@ def fit(model, optimizer, loss_scaler, batches, *, accumulate=1, **options):
 
 @on_devices
 @pytest.mark.parametrize("half", [False, True])
-def test_same_bits_as_torchs_loop(device, half):
+def test_same_bits(device, half):
     """Autocast, loss scaling and skipped steps; half weights with masters of fp32 training."""
     run = fit(*start(device, half), make_batches())
     assert_same_run(run, trained(torchs(device), HALF[device], make_batches()))
@@ -107,7 +107,7 @@ def test_accumulates(device, half):
 
 @on_devices
 @pytest.mark.parametrize("half", [False, True])
-def test_resumes_from_its_checkpoints(device, half, tmp_path):
+def test_resumes(device, half, tmp_path):
     batches = make_batches()
     model, optimizer, loss_scaler = start(device, half)
     fit(model, optimizer, loss_scaler, batches[:5])
@@ -122,7 +122,7 @@ def test_resumes_from_its_checkpoints(device, half, tmp_path):
 
 
 @on_devices
-def test_follows_its_schedule(device):
+def test_schedule(device):
     def schedule_for(optimizer):
         return timm.scheduler.CosineLRScheduler(optimizer, 10, warmup_t=3, t_in_epochs=False)
 
