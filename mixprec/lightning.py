@@ -30,6 +30,9 @@ class MixedPrecision(plugins.MixedPrecision):
         half_weights: call :func:`mixprec.half_weights` on the module before its optimizers are
             made; with :class:`mixprec.SGD`.
 
+    Raises:
+        TypeError: ``scaler`` is of another class.
+
     Example::
 
         trainer = lightning.Trainer(plugins=mixprec.lightning.MixedPrecision("16-mixed"))
@@ -44,6 +47,8 @@ class MixedPrecision(plugins.MixedPrecision):
         half_weights: bool = False,
     ) -> None:
         device = device or default_device_type()
+        if not (scaler is None or isinstance(scaler, GradScaler)):
+            raise TypeError(f"scaler must be a mixprec.GradScaler, got {type(scaler)}")
         if scaler is None and precision == "16-mixed":
             scaler = GradScaler(device)
         super().__init__(precision, device, scaler)

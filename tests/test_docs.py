@@ -49,8 +49,9 @@ def test_page_names_tests_that_exist(page):
 
 
 def names_in_columns(text):
-    """(file, test) for the cells of a table whose head names a file for each column."""
-    head, _, *rows = [line.split("|")[2:-1] for line in re.findall(r"^\|.*", text, re.M)]
-    for file, *cells in zip(head, *rows, strict=True) if "`test_" in head[0] else ():
-        for name in re.findall(r"`(test_\w+)`", " ".join(cells)):
-            yield re.findall(r"test_\w+\.py", file)[0], name
+    """(file, test) for the cells of tables whose heads name a file for each column."""
+    for table in re.findall(r"^\|.*`test_\w+\.py`.*\n(?:\|.*\n)+", text, re.M):
+        rows = [line.split("|")[2:-1] for line in table.splitlines()]
+        for head, *cells in zip(*rows, strict=True):
+            for name in re.findall(r"`(test_\w+)`", " ".join(cells)):
+                yield re.findall(r"test_\w+\.py", head)[0], name

@@ -24,13 +24,13 @@ import mixprec
 pl = pytest.importorskip("lightning.pytorch")
 import mixprec.lightning  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FP16, BF16 = torch.float16, torch.bfloat16
 
 
 class Regression(pl.LightningModule):
-    def __init__(self, optimizer=mixprec.SGD, **options):
+    def __init__(self, optimizer=mixprec.SGD, overflows=OVERFLOWS, **options):
         super().__init__()
+        self.overflows = overflows
         self.model = make_model()
         self.make_optimizer = lambda: optimizer(self.model.parameters(), **SGD, **options)
 
@@ -43,14 +43,11 @@ class Regression(pl.LightningModule):
     def train_dataloader(self):
         return torch.utils.data.DataLoader(make_batches(self.overflows), batch_size=None)
 
-    overflows = OVERFLOWS
-
 
 class Scheduled(Regression):
     def configure_optimizers(self):
         optimizer = self.make_optimizer()
-        schedule = schedule_for(optimizer)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return [optimizer], [{"scheduler": schedule_for(optimizer), "interval": "step"}]
 
 
 class HeldBack(Scheduled):
@@ -88,10 +85,7 @@ def fit(module, plugin, *, ckpt_path=None, **options):
         accelerator="gpu" if plugin.device == "cuda" else "cpu",
         devices=1,
         plugins=plugin,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        barebones=True,
         **{"max_epochs": 1, **options},
     )
     trainer.fit(module, ckpt_path=ckpt_path)
@@ -112,14 +106,11 @@ def test_same_bits(device, half):
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_bf16_without_a_scaler(device, half, clip):
-    module = Regression()
-    module.overflows = ()
+    module = Regression(overflows=())
     run, _ = fit(module, plugin_for(device, "bf16-mixed", half), gradient_clip_val=clip)
     expected = trained(torchs(device, enabled=False), BF16, make_batches(()), clip=clip)
     (assert_close_run if clip else assert_same_run)(run, expected)
     assert run.scaler.state_dict() == {}
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="scaler"):
-        mixprec.lightning.MixedPrecision("bf16-mixed", device, mixprec.GradScaler(device))
 
 
 @on_devices
@@ -135,11 +126,10 @@ def test_clips_norm(device, half):
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
 def test_clips_torchs_optimizers(device, options):
     """The fused ones too, which Lightning's own plugin refuses."""
-    module = Regression(torch.optim.SGD, **options)
-    module.overflows = (3,)  # fused: a first step that is skipped leaves torch's momentum unwritten
+    # (3,): a first step that is skipped leaves the momentum of torch's fused SGD unwritten.
+    module = Regression(torch.optim.SGD, (3,), **options)
     run, _ = fit(module, plugin_for(device), gradient_clip_val=0.5)
-    expected = torchs(device, **options)
-    assert_same_run(run, trained(expected, FP16, make_batches((3,)), clip=0.5))
+    assert_same_run(run, trained(torchs(device, **options), FP16, make_batches((3,)), clip=0.5))
 
 
 @on_devices
@@ -173,8 +163,7 @@ def test_resumes(device, half, tmp_path):
 
 @on_devices
 def test_resumes_from_lightnings_own_plugin(device, tmp_path):
-    scaler = torch.amp.GradScaler(device, **SCALER)
-    stock = pl.plugins.MixedPrecision("16-mixed", device, scaler)
+    stock = pl.plugins.MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, **SCALER))
     _, trainer = fit(Regression(torch.optim.SGD, foreach=False), stock)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     run, _ = fit(Regression(), plugin_for(device), max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
@@ -189,6 +178,13 @@ def test_schedule(device, module, hold):
     schedule = schedule_for(expected.optimizer)
     trained(expected, FP16, make_batches(), schedule=schedule, hold=hold)
     assert_same_run(run, expected)
+
+
+def test_scaler_of_another_kind():
+    with pytest.raises(TypeError, match=r"must be a mixprec\.GradScaler"):
+        mixprec.lightning.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="scaler"):
+        mixprec.lightning.MixedPrecision("bf16-mixed", "cpu", mixprec.GradScaler("cpu"))
 
 
 @on_devices

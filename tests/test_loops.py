@@ -10,7 +10,6 @@ from trainers import (
     OVERFLOWS,
     SCALER,
     Run,
-    assert_close_run,
     assert_same_run,
     loss_of,
     make_batches,
@@ -85,7 +84,7 @@ def test_torchvision_resumes(device, tmp_path):
 
 
 def make_bert():
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", "5.24")
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=32,
@@ -97,6 +96,7 @@ def make_bert():
         num_labels=1,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
     )
     model = transformers.BertForSequenceClassification(config)
     model.accepts_loss_kwargs = False  # the mean over accumulated batches is the Trainer's work
@@ -118,7 +118,7 @@ def make_tokens():
 
 def hugging_face(run, folder, *, resume=None, **options):
     """transformers.Trainer with the recipe of docs/trainers.md."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", "5.24")
     device = next(run.model.parameters()).device.type
 
     class Trainer(transformers.Trainer):
@@ -178,7 +178,6 @@ def test_hugging_face_same_bits(device, half, tmp_path):
 def test_hugging_face_clips_norm(device, half, tmp_path):
     run = hugging_face(our_bert(device, half), tmp_path, max_grad_norm=0.1)
     assert_same_run(run, plain(our_bert(device, half), clip=0.1))
-    assert_close_run(run, plain(torchs(device, make_model=make_bert), clip=0.1))
 
 
 @on_devices
