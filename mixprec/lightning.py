@@ -20,7 +20,7 @@ class MixedPrecision(plugins.MixedPrecision):
     """Lightning's plugin of this name, with :class:`mixprec.GradScaler`.
 
     ``gradient_clip_val`` works with :class:`mixprec.SGD` and with torch's fused optimizers, which
-    Lightning's own plugin refuses. Checkpoints load both ways. The hook
+    Lightning's own plugin refuses. Checkpoints of that one load. The hook
     ``on_before_optimizer_step`` sees their gradients still scaled.
 
     Args:
