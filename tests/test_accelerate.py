@@ -96,6 +96,9 @@ def test_bf16_without_loss_scaling(device, half):
     expected = Run(model, optimizer, mixprec.GradScaler(device, enabled=False))
     schedule = schedule_for(optimizer)
     assert_same_run(run, trained(expected, torch.bfloat16, batches, schedule=schedule, clip=0.5))
+    expected = torchs(device, enabled=False)
+    schedule = schedule_for(expected.optimizer)
+    assert_close_run(run, trained(expected, torch.bfloat16, batches, schedule=schedule, clip=0.5))
 
 
 @needs_cuda
