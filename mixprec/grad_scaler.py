@@ -259,13 +259,13 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             if clip is None:
                 return super().step(optimizer, *args, **kwargs)
-            result = _step_on_device(optimizer, None, clip.found_inf, clip, args, kwargs)
+            result = self._step_on_device(optimizer, None, clip.found_inf, clip, args, kwargs)
             self._clips.pop(id(optimizer), None)
             return result
         if not _skips_on_device(optimizer):
             return super().step(optimizer, *args, **kwargs)
 
-        if args or "closure" in kwargs:
+        if any(arg is not None for arg in args) or "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -281,10 +281,28 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             grad_scale = scale if grad_scale is None else scale * grad_scale
         found_inf = self._combined(state["found_inf_per_device"])
-        result = _step_on_device(optimizer, grad_scale, found_inf, clip, args, kwargs)
+        result = self._step_on_device(optimizer, grad_scale, found_inf, clip, args, kwargs)
         self._clips.pop(id(optimizer), None)  # not before: a step that failed may be called again
         state["stage"] = OptState.STEPPED
         return result
+
+    @staticmethod
+    def _step_on_device(
+        optimizer: Any,
+        grad_scale: Tensor | None,
+        found_inf: Tensor,
+        clip: "_Clip | None",
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        optimizer.grad_scale = grad_scale
+        optimizer.found_inf = found_inf
+        optimizer.grad_clip = clip
+        try:
+            result: float | None = optimizer.step(*args, **kwargs)
+            return result
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf, optimizer.grad_clip
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the steps of an iteration, on the device.
@@ -409,21 +427,3 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and "grad_scaler" not in inspect.signature(optimizer.step).parameters  # the protocol before
     )
-
-
-def _step_on_device(
-    optimizer: Any,
-    grad_scale: Tensor | None,
-    found_inf: Tensor,
-    clip: _Clip | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> float | None:
-    optimizer.grad_scale = grad_scale
-    optimizer.found_inf = found_inf
-    optimizer.grad_clip = clip
-    try:
-        result: float | None = optimizer.step(*args, **kwargs)
-        return result
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf, optimizer.grad_clip
