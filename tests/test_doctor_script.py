@@ -101,12 +101,13 @@ RIGHT_SCRIPTS = {
         "        scheduler.step()\n": "        scheduler.step()\n    model.half()\n"
     },
     "old torch too": {
-        "import nn\n": "import nn\ntry:\n    from torch.amp import GradScaler\nexcept ImportError:\n"
-        "    from torch.cuda.amp import GradScaler\n"
+        "import nn\n": "import nn\ntry:\n    from torch.amp import GradScaler as Scaler\n"
+        "except ImportError:\n    from torch.cuda.amp import GradScaler as Scaler\n"
     },
     "a helper unscales": {UNSCALE: "            prepare(scaler, optimizer)\n"},
     "read every 50 iterations": {
-        UPDATE: f"{UPDATE}            if i % 50:\n                continue\n            print(loss)\n"
+        UPDATE: f"{UPDATE}            if i % 50:\n                continue\n"
+        "            print(loss)\n"
     },
 }
 

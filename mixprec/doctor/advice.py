@@ -1,4 +1,4 @@
-"""What follows from what was found: what is broken, what to do, and what helps in known troubles."""
+"""What follows from the report: what is broken, what to do, what helps in known troubles."""
 
 from typing import Any
 
@@ -90,7 +90,9 @@ def advice(report: Report) -> list[str]:
 def troubles(report: Report) -> dict[str, str]:
     """Remedies for what people come with, AMP's for this machine."""
     gpu, speed = report["machine"]["gpu"], report["speed"]
-    if not gpu or not gpu["tensor_cores"]:
+    if not gpu:
+        no_effect = "a CPU gains only where it has instructions for bfloat16"
+    elif not gpu["tensor_cores"]:
         no_effect = "expected here: no tensor cores"
     elif speed and speed["busy"] and speed["busy"] < 0.8:
         no_effect = "small networks are host-bound here: graphed, or larger batches"

@@ -9,7 +9,7 @@ def examine() -> advice.Report:
     machine, build = describe(), describe_build()
     on_gpu = machine["gpu"] and "CUDA" in build["backends"]
     device = "cuda" if on_gpu else "cpu"
-    report = {"machine": machine, "build": build, "device": device}
+    report: advice.Report = {"machine": machine, "build": build, "device": device}
     report |= {"ops": [], "speed": None, "speed_error": None}
     if not build["error"]:
         from . import ops, speed  # they import mixprec

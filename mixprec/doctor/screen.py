@@ -18,11 +18,9 @@ def show(report: Report) -> None:
     console.print(_grid(_machine(report)))
     if report["speed"]:
         console.print(_speed_table(report["speed"]))
-    sections = {"what to do here": [f"- {line}" for line in report["advice"]]}
-    for title, lines in sections.items():
-        if lines:
-            console.print(title, style="bold")
-            console.print("\n".join(lines))
+    if report["advice"]:
+        console.print("what to do here", style="bold")
+        console.print(*(f"- {line}" for line in report["advice"]), sep="\n")
     console.print("known troubles, and what to try", style="bold")
     console.print(_grid(report["troubles"]))
     if not report["findings"]:

@@ -32,7 +32,7 @@ def measure(device: str) -> dict[str, Any]:
     }
     if on_gpu:
         last = torch.channels_last
-        model = _network(width, device).to(memory_format=last)  # type: ignore[call-overload]
+        model = _network(width, device).to(memory_format=last)
         steps["the same, channels_last"] = _mixprec_step(model, x.to(memory_format=last), y)
     for step in steps.values():
         for _ in range(6 if on_gpu else 1):  # graphed captures in the fourth

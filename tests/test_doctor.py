@@ -1,0 +1,232 @@
+"""`python -m mixprec doctor`: the machine's report, its exit code, and what it says is broken."""
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mixprec
+from mixprec.__main__ import main
+from mixprec.doctor import advice, examine, machine, ops, speed
+
+ROOT = Path(__file__).parents[1]
+MODES = ("fp32", "torch AMP", "mixprec graphed", "the same, channels_last")
+H200 = {
+    "machine": {
+        "gpu": {
+            "name": "NVIDIA H200",
+            "capability": "9.0",
+            "tensor_cores": ["float16", "bfloat16", "TF32", "float8"],
+            "memory_gib": 139.8,
+            "free_gib": 139.1,
+        },
+        "gpu_count": 8,
+        "gpu_problem": None,
+        "gpu_of_driver": "NVIDIA H200",
+        "driver": "580.65.06",
+        "cuda": "13.0",
+        "torch": "2.11.0+cu130",
+        "python": "3.12.3",
+        "cpu": "AVX512",
+        "threads": 16,
+    },
+    "build": {
+        "torch": "2.11.0+cu130",
+        "cuda": "13.0",
+        "architectures": "7.5;8.0;8.6;9.0;10.0;12.0+PTX",
+        "backends": ["CPU", "CUDA"],
+        "error": None,
+    },
+    "device": "cuda",
+    "ops": [{"name": name, "ok": True, "detail": ""} for name in ops.OPS],
+    "speed": {
+        "device": "cuda",
+        "network": "8 convolutions of 128 channels, 32x32",
+        "batch_size": 128,
+        "modes": [
+            {"mode": mode, "ms": 4.0, "gpu_ms": 1.0, "launches": 200, "speed_against_fp32": 1.0}
+            for mode in MODES
+        ],
+        "busy": 0.25,
+    },
+    "speed_error": None,
+}
+
+
+def completed(report):
+    report["findings"] = advice.findings(report)
+    report["advice"] = advice.advice(report)
+    report["troubles"] = advice.troubles(report)
+    return report
+
+
+def changed(**changes):
+    """The report of an H200, with values replaced by their paths: gpu__name is report.gpu.name."""
+    report = copy.deepcopy(H200)
+    for path, value in changes.items():
+        *folders, name = path.split("__")
+        place = report
+        for folder in folders:
+            place = place[folder]
+        place[name] = value
+    return completed(report)
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-P", "-m", "mixprec", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def assert_one_screen(text):
+    lines = text.splitlines()
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+
+
+def test_json_of_this_machine():
+    done = run("doctor", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report.keys() == changed().keys()
+    assert report["machine"].keys() == H200["machine"].keys()
+    assert report["build"].keys() == H200["build"].keys()
+    assert [op["name"] for op in report["ops"]] == list(ops.OPS)
+    assert all(op["ok"] for op in report["ops"])
+    assert report["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    modes = report["speed"]["modes"]
+    assert [row["mode"] for row in modes] == list(MODES[: 4 if torch.cuda.is_available() else 3])
+    assert all(row["speed_against_fp32"] == modes[0]["ms"] / row["ms"] for row in modes)
+
+
+def test_screen_of_this_machine():
+    pytest.importorskip("rich")
+    done = run("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"torch {torch.__version__}" in done.stdout
+    assert f"{len(ops.OPS)} of {len(ops.OPS)} agree" in done.stdout
+    assert_one_screen(done.stdout)
+
+
+def fail(*_):
+    raise RuntimeError("no kernel image is available\nmore")
+
+
+@pytest.mark.parametrize(
+    ("op", "replacement", "broken", "says"),
+    [
+        ("check", fail, "unscale_", "no kernel image is available"),
+        (
+            "to_master",
+            lambda weight, remainder: weight.float(),
+            "SGD remainders float16",
+            "float64",
+        ),
+        ("update_scale", lambda *_: None, "update", "float64"),
+    ],
+)
+def test_broken_op(op, replacement, broken, says, monkeypatch, capsys):
+    monkeypatch.setattr(mixprec._C, op, replacement)
+    monkeypatch.setattr(speed, "measure", lambda device: None)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert {op["name"]: op["ok"] for op in report["ops"]}[broken] is False
+    (what,) = (f["what"] for f in report["findings"] if f["what"].startswith(f"{broken} is"))
+    assert says in what
+    assert "\n" not in what
+
+
+def test_training_that_fails(monkeypatch, capsys):
+    monkeypatch.setattr(speed, "measure", fail)
+    monkeypatch.setattr(ops, "check", lambda device: [])
+    assert main(["doctor", "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["what"] == "training fails: no kernel image is available"
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_another_torch(option, tmp_path):
+    """`import mixprec` fails; the doctor says why and goes on, and only the doctor."""
+    if not option:
+        pytest.importorskip("rich")
+    shutil.copytree(Path(mixprec.__file__).parent, tmp_path / "mixprec", symlinks=True)
+    (tmp_path / "mixprec" / "_build.py").write_text("TORCH = '1.0.0'\nCUDA = None\n")
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
+    done = run("doctor", *option, env=environment)
+    assert done.returncode == 1
+    assert "mixprec was built for torch 1.0.0" in done.stdout
+    assert "pip install --force-reinstall" in done.stdout
+    assert not done.stderr
+    script = [sys.executable, "-P", "-c", "import mixprec"]
+    plain = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert "ImportError: mixprec was built for torch 1.0.0" in plain.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "says"),
+    [
+        ({"build__backends": ["CPU"]}, "warning", "built for the CPU alone"),
+        ({"machine__gpu": None, "speed": None}, "warning", "torch does not see it"),
+        ({"machine__gpu__tensor_cores": []}, "hint", "no tensor cores"),
+        ({"machine__gpu__free_gib": 1.0}, "hint", "1.0 of 139.8 GiB are free"),
+        ({"build__error": "undefined symbol"}, "error", "undefined symbol"),
+    ],
+)
+def test_finding(changes, level, says, monkeypatch, capsys):
+    report = changed(**changes)
+    (finding,) = report["findings"]
+    assert finding["level"] == level
+    assert says in finding["what"]
+    monkeypatch.setattr(examine, "examine", lambda: report)
+    assert main(["doctor", "--json"]) == (level == "error")
+
+
+def test_advice():
+    assert not changed()["findings"]
+    assert any("graphed" in line for line in changed()["advice"])
+    assert any("above about 512" in line for line in changed()["advice"])
+    assert not any("graphed" in line for line in changed(speed__busy=0.95)["advice"])
+
+
+def test_screen_of_a_gpu(capsys):
+    pytest.importorskip("rich")
+    from mixprec.doctor import screen
+
+    screen.show(changed(build__backends=["CPU"], machine__gpu__free_gib=1.0))
+    text = capsys.readouterr().out
+    assert_one_screen(text)
+    assert "the GPU works 25% of the time" in text
+    assert "8 x NVIDIA H200, compute capability 9.0" in text
+    assert "warning: mixprec was built for the CPU alone" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtypes"),
+    [
+        ("NVIDIA GeForce GTX 1080", (6, 1), ""),
+        ("Tesla V100-SXM2-16GB", (7, 0), "float16"),
+        ("NVIDIA GeForce GTX 1660 Ti", (7, 5), ""),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), "float16 bfloat16 TF32"),
+        ("NVIDIA H200", (9, 0), "float16 bfloat16 TF32 float8"),
+    ],
+)
+def test_tensor_cores(name, capability, dtypes):
+    assert machine.tensor_cores(name, capability) == dtypes.split()
+
+
+def test_without_rich(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(SystemExit) as error:
+        main(["doctor"])
+    assert error.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install rich" in line
+    assert "--json" in line
+
+
+def test_wrong_usage():
+    assert run().returncode == run("doctor", "--nothing").returncode == 2
