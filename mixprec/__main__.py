@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="look at this machine, or at training scripts",
         description="Without scripts: what this machine has, whether every op of mixprec is right "
         "on it, what mixed precision gains, and what to do. With scripts: their known mistakes "
-        "around mixed precision, by line; nothing is executed.",
+        "around mixed precision, by line; nothing is executed. Exit code: 1 where something is "
+        "broken or a script has a finding, 2 for wrong usage or an unreadable script, else 0.",
     )
     doctor.add_argument("scripts", nargs="*", type=Path, metavar="SCRIPT", help="Python files")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,12 +1,11 @@
 """`mixprec doctor SCRIPT`: each mistake at its line and nothing else, silence on right scripts."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from mixprec.__main__ import main
 from mixprec.doctor.mistakes import RULES, diagnose
 
 ROOT = Path(__file__).parents[1]
@@ -149,28 +148,21 @@ def test_nothing_found(path):
     assert found(path.read_text()) == []
 
 
-def doctor(*arguments):
-    command = [sys.executable, "-P", "-m", "mixprec", "doctor", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_command(tmp_path):
+def test_command(tmp_path, capsys):
     wrong, right = tmp_path / "wrong.py", tmp_path / "right.py"
     wrong.write_text(edited({UNSCALE: ""}))
     right.write_text(RIGHT)
-    done = doctor(right, wrong)
-    assert done.returncode == 1
-    assert f"{wrong}:16: " in done.stdout
-    assert f"{right}: nothing found" in done.stdout
-    for text in next(rule for rule in RULES if rule.name == "clip-scaled")[3:]:
-        assert text in done.stdout
-    done = doctor("--json", right, wrong)
-    findings = json.loads(done.stdout)["findings"]
-    assert [(f["file"], f["line"], f["rule"]) for f in findings] == [
-        (str(wrong), 16, "clip-scaled")
-    ]
-    assert done.returncode == 1
-    assert doctor(right).returncode == 0
+    assert main(["doctor", str(right), str(wrong)]) == 1
+    text = capsys.readouterr().out
+    assert f"{wrong}:16: clip-scaled: `nn.utils.clip_grad_norm_(" in text
+    assert f"{right}: nothing found" in text
+    rule = next(rule for rule in RULES if rule.name == "clip-scaled")
+    assert rule.why in text
+    assert rule.remedy in text
+    assert main(["doctor", "--json", str(right), str(wrong)]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["file"], finding["line"], finding["rule"]) == (str(wrong), 16, rule.name)
+    assert main(["doctor", str(right)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -178,16 +170,19 @@ def test_command(tmp_path):
     [
         ("broken.py", "x = 1\ndef f(:\n", "broken.py:2: not Python"),
         ("notebook.ipynb", "{}", "jupyter nbconvert --to script"),
-        ("null.py", "x\0", "null.py"),
-        ("missing.py", None, "missing.py"),
+        ("null.py", "x\0", "null.py:1: not Python"),
+        ("missing.py", None, "missing.py: No such file"),
     ],
 )
-def test_what_cannot_be_read(tmp_path, name, content, error):
-    path = tmp_path / name
+def test_what_cannot_be_read(tmp_path, capsys, name, content, error):
+    path, right = tmp_path / name, tmp_path / "right.py"
+    right.write_text(RIGHT)
     if content is not None:
         path.write_text(content)
-    done = doctor(path)
-    assert done.returncode == 2
-    assert error in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not done.stdout
+    with pytest.raises(SystemExit) as raised:
+        main(["doctor", str(right), str(path)])
+    assert raised.value.code == 2
+    output = capsys.readouterr()
+    assert error in output.err
+    assert len(output.err.splitlines()) == 1
+    assert not output.out

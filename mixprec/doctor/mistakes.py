@@ -55,8 +55,8 @@ RULES = (
     Rule(
         "step-without-scaler",
         rules.step_without_scaler,
-        "`{}.step()` on scaled gradients",
-        "the step is the scale times too large, and inf or NaN get into the weights",
+        "`{}.step()` after a scaled backward",
+        "gradients may still be scaled, and inf or NaN get into the weights",
         "scaler.step(optimizer) in its place",
     ),
     Rule(

@@ -8,8 +8,17 @@ import ast
 import re
 from collections.abc import Iterator
 
-from .script import Event, Script, is_optimizer_class
-from .syntax import arguments, called, in_order, is_constant, keyword, names_assigned, owner
+from .events import between, latest
+from .script import Script, is_optimizer_class
+from .syntax import (
+    arguments,
+    called,
+    in_order,
+    is_guard,
+    is_halved,
+    names_assigned,
+    owner,
+)
 
 Found = Iterator[tuple[ast.AST, str]]
 
@@ -18,9 +27,9 @@ def half_model(script: Script) -> Found:
     for body in script.bodies:
         halved: dict[str, ast.AST] = {}
         for node in in_order(body):
-            if isinstance(node, ast.Assign) and _is_halved(node.value):
+            if isinstance(node, ast.Assign) and is_halved(node.value):
                 halved |= dict.fromkeys(names_assigned(node), node)
-            elif isinstance(node, ast.Expr) and _is_halved(node.value):
+            elif isinstance(node, ast.Expr) and is_halved(node.value):
                 halved[owner(node.value)] = node
             elif isinstance(node, ast.Call):
                 if isinstance(node.func, ast.Attribute) and node.func.attr == "float":
@@ -38,7 +47,7 @@ def no_scaler(script: Script) -> Found:
         steps = [event for event in events if event.kind in ("backward", "step")]
         if {event.kind for event in steps} == {"backward", "step"}:
             for event in events:
-                if event.kind == "autocast" and _is_float16(script, event.node):
+                if event.kind == "autocast" and script.is_float16(event.node):
                     yield event.node, ast.unparse(event.node)
 
 
@@ -48,8 +57,8 @@ def unscaled_backward(script: Script) -> Found:
         return
     for events in script.scopes:
         for i, step in enumerate(events):
-            if step.kind == "scaler step" and not _latest(events, step, "scale"):
-                loss = _latest(events[:i], step, "backward")
+            if step.kind == "scaler step" and not latest(events, step, "scale"):
+                loss = latest(events[:i], step, "backward")
                 if loss:
                     yield loss.node, loss.who
 
@@ -63,20 +72,20 @@ def backward_in_autocast(script: Script) -> Found:
 def clip_scaled(script: Script) -> Found:
     for events in script.scopes:
         for i, clip in enumerate(events):
-            scaled = clip.kind == "clip" and _latest(events[:i], clip, "scaled backward")
+            scaled = clip.kind == "clip" and latest(events[:i], clip, "scaled backward")
             if scaled:
-                between = _between(events, scaled, clip)
-                if not {"unscale", "scaler step", "backward"} & {e.kind for e in between}:
+                kinds = {e.kind for e in between(events, scaled, clip)}
+                if not {"unscale", "scaler step", "backward"} & kinds:
                     yield clip.node, ast.unparse(clip.node)
 
 
 def step_without_scaler(script: Script) -> Found:
     for events in script.scopes:
         for i, step in enumerate(events):
-            scaled = step.kind == "step" and _latest(events[:i], step, "scaled backward")
-            if not scaled or _latest(events, step, "backward"):
+            scaled = step.kind == "step" and latest(events[:i], step, "scaled backward")
+            if not scaled or latest(events, step, "backward"):
                 continue
-            stepped = [e for e in _between(events, scaled, step) if e.kind == "scaler step"]
+            stepped = [e for e in between(events, scaled, step) if e.kind == "scaler step"]
             # "%": every few iterations
             holds = all(c in scaled.branch or "%" in c[0] for c in step.branch)
             if holds and all(e.arg == step.who for e in stepped):
@@ -159,7 +168,7 @@ def read_every_iteration(script: Script) -> Found:
 def deprecated_name(script: Script) -> Found:
     old = ("torch.cuda.amp", "torch.cpu.amp")
     names = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
-    guarded = {inner for node in script.nodes if _is_guard(node) for inner in ast.walk(node)}
+    guarded = {inner for node in script.nodes if is_guard(node) for inner in ast.walk(node)}
     for node in script.nodes:
         if node in guarded:
             continue
@@ -169,52 +178,8 @@ def deprecated_name(script: Script) -> Found:
             yield from [(node, node.attr)] * (script.resolve(node.value) in old)
 
 
-def _latest(events: list[Event], event: Event, kind: str) -> Event | None:
-    """The last of `events` of this kind that may happen together with `event`."""
-    return next((e for e in reversed(events) if e.kind == kind and not e.excludes(event)), None)
-
-
-def _between(events: list[Event], first: Event, last: Event) -> list[Event]:
-    between = events[events.index(first) + 1 : events.index(last)]
-    return [e for e in between if not e.excludes(first) and not e.excludes(last)]
-
-
 def _callee(call: ast.Call) -> str:
     return ast.unparse(call.func).removeprefix("self.")
-
-
-def _is_halved(node: ast.AST) -> bool:
-    """Whether a chain of methods, such as Net().cuda().half(), has a cast to float16."""
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        name, given = node.func.attr, [ast.unparse(a) for a in arguments(node)]
-        if name == "half" or (name == "to" and {"torch.float16", "torch.half"} & {*given}):
-            return True
-        node = node.func.value
-    return False
-
-
-def _is_float16(script: Script, node: ast.expr) -> bool:
-    """Whether an autocast computes in float16 for certain, at least on a GPU."""
-    assert isinstance(node, ast.Call)
-    name = script.resolve(node.func)
-    is_torchs = name in ("torch.autocast", "torch.amp.autocast")
-    if not (is_torchs or name in ("torch.cuda.amp.autocast", "mixprec.autocast")):
-        return False
-    device = keyword(node, "device_type") or (node.args[0] if node.args else None)
-    dtype = keyword(node, "dtype")
-    if dtype is None and len(node.args) > 1 and name != "torch.cuda.amp.autocast":
-        dtype = node.args[1]
-    if dtype is not None:
-        return ast.unparse(dtype) in ("torch.float16", "torch.half")
-    return not is_torchs or is_constant(device, "cuda")
-
-
-def _is_guard(node: ast.AST) -> bool:
-    """Whether it tells an old torch from a new one."""
-    if isinstance(node, ast.Try):
-        caught = " ".join(ast.unparse(handler.type or node) for handler in node.handlers)
-        return bool(re.search("ImportError|ModuleNotFound|AttributeError", caught))
-    return isinstance(node, ast.If) and bool(re.search("hasattr|version", ast.unparse(node.test)))
 
 
 _HARMLESS = ("step", "unscale_", "clip_grad_norm_")

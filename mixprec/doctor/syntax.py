@@ -1,6 +1,7 @@
 """Small questions about Python's syntax trees."""
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -73,3 +74,21 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 def is_constant(node: ast.expr | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value == value
+
+
+def is_halved(node: ast.AST) -> bool:
+    """Whether a chain of methods, such as Net().cuda().half(), has a cast to float16."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        name, given = node.func.attr, [ast.unparse(a) for a in arguments(node)]
+        if name == "half" or (name == "to" and {"torch.float16", "torch.half"} & {*given}):
+            return True
+        node = node.func.value
+    return False
+
+
+def is_guard(node: ast.AST) -> bool:
+    """Whether it tells an old torch from a new one."""
+    if isinstance(node, ast.Try):
+        caught = " ".join(ast.unparse(handler.type or node) for handler in node.handlers)
+        return bool(re.search("ImportError|ModuleNotFound|AttributeError", caught))
+    return isinstance(node, ast.If) and bool(re.search("hasattr|version", ast.unparse(node.test)))
