@@ -148,7 +148,7 @@ class Walk(ast.NodeVisitor):
         elif self.script.is_scaler(who) and name in ("scale", "step", "update"):
             kind = "scaler step" if name == "step" else name
             self.add(kind, node, who, first)
-        elif "unscale" in name or name.startswith("clip_grad_") or self.takes_scaler(node):
+        elif "unscale" in name or self.takes_scaler(node):
             self.add("unscale", node, who, first)  # or something that may do it
         elif name == "step" and self.script.is_scheduler(who):
             self.add("schedule", node, who)
