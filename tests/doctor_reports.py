@@ -42,6 +42,7 @@ H200 = {
             for mode in MODES
         ],
         "busy": 0.25,
+        "bound": "host",
     },
     "speed_error": None,
 }

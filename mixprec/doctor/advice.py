@@ -68,7 +68,7 @@ def advice(report: Report) -> list[str]:
             "torch.compile, and as many threads as there are cores (OMP_NUM_THREADS)",
         ]
     lines = []
-    if speed["busy"] is None or speed["busy"] < 0.8:
+    if speed["bound"] != "GPU":
         lines.append("@mixprec.graphed on the training step: one launch instead of all of them")
         if speed["busy"]:
             batch = round(speed["batch_size"] / speed["busy"])
@@ -94,7 +94,7 @@ def troubles(report: Report) -> dict[str, str]:
         no_effect = "a CPU gains only where it has instructions for bfloat16"
     elif not gpu["tensor_cores"]:
         no_effect = "expected here: no tensor cores"
-    elif speed and speed["busy"] and speed["busy"] < 0.8:
+    elif speed and speed["bound"] == "host":
         no_effect = "small networks are host-bound here: graphed, or larger batches"
     else:
         no_effect = "is the data loader the limit? (mixprec.prefetch, num_workers)"

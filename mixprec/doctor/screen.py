@@ -68,8 +68,8 @@ def _machine(report: Report) -> dict[str, str]:
 def _speed_table(speed: dict[str, Any]) -> Table:
     title = f"{speed['network']}, batch {speed['batch_size']}, on {speed['device']}"
     if speed["busy"]:
-        bound = "host-bound" if speed["busy"] < 0.8 else "compute-bound"
-        title += f"; torch AMP is {bound}: the GPU works {min(speed['busy'], 1):.0%} of the time"
+        title += f"; torch AMP is {speed['bound']}-bound: "
+        title += f"the GPU works {min(speed['busy'], 1):.0%} of the time"
     table = Table(title=title, title_justify="left", title_style="bold", box=None)
     table.add_column("an iteration")
     for header in ("ms", "of it GPU", "launches", "against fp32"):

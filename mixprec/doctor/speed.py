@@ -20,7 +20,8 @@ Step = Callable[[], Any]
 def measure(device: str) -> dict[str, Any]:
     """Medians of milliseconds an iteration, and on a GPU what its kernels alone take.
 
-    ``busy`` is the share of AMP's time in which the GPU works; None on a CPU.
+    ``busy`` is the share of AMP's time in which the GPU works, and ``bound`` says whether it waits
+    for the "host"; None on a CPU.
     """
     on_gpu = device == "cuda"
     batch, size, width = (128, 32, 128) if on_gpu else (16, 12, 32)
@@ -49,12 +50,14 @@ def measure(device: str) -> dict[str, Any]:
         row = {"mode": mode, "ms": medians[mode], "gpu_ms": gpu_ms, "launches": launches}
         modes.append({**row, "speed_against_fp32": medians["fp32"] / medians[mode]})
     amp = modes[1]
+    busy = amp["gpu_ms"] and amp["gpu_ms"] / amp["ms"]
     return {
         "device": device,
         "network": f"{_LAYERS} convolutions of {width} channels, {size}x{size}",
         "batch_size": batch,
         "modes": modes,
-        "busy": amp["gpu_ms"] and amp["gpu_ms"] / amp["ms"],
+        "busy": busy,
+        "bound": busy and ("host" if busy < 0.8 else "GPU"),
     }
 
 
