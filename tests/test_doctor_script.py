@@ -103,6 +103,12 @@ RIGHT_SCRIPTS = {
         "import nn\n": "import nn\ntry:\n    from torch.amp import GradScaler as Scaler\n"
         "except ImportError:\n    from torch.cuda.amp import GradScaler as Scaler\n"
     },
+    "a scaler that is off": {
+        **WITHOUT_SCALER,
+        MADE: "    scaler = mixprec.GradScaler(enabled=False)\n",
+        CLIP: "            scaler.clip_grad_norm_(optimizer, 1.0)\n",
+        STEP: STEP,
+    },
     "a helper unscales": {UNSCALE: "            prepare(scaler, optimizer)\n"},
     "read every 50 iterations": {
         UPDATE: f"{UPDATE}            if i % 50:\n                continue\n"

@@ -27,8 +27,11 @@ class Script:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                 value = node.value.body if isinstance(node.value, ast.IfExp) else node.value
                 if isinstance(value, ast.Call):
+                    # a scaler that never scales is none
+                    is_off = is_constant(keyword(value, "enabled"), False)
+                    maker = "" if is_off else self.resolve(value.func)
                     for target in names_assigned(node):
-                        self.made.setdefault(target, set()).add(self.resolve(value.func))
+                        self.made.setdefault(target, set()).add(maker)
         definitions = (*FUNCTIONS, ast.ClassDef)
         self.defined = {n.name for n in self.nodes if isinstance(n, definitions)}
         self.bodies = [self.tree.body, *(n.body for n in self.nodes if isinstance(n, FUNCTIONS))]
