@@ -102,8 +102,10 @@ def setup_with(torch):
             print(f"mixprec: torch {torch.__version__}, backends: {backends}", file=sys.stderr)
             self.extensions[0].extra_link_args += shared_libstdcxx()
             super().run()
-            # what `import mixprec` compares with the torch it meets
+            # what `import mixprec` compares with the torch it meets, and `doctor` with the GPU
             built_with = f"TORCH = {str(torch.__version__)!r}\nCUDA = {torch.version.cuda!r}\n"
+            architectures = os.environ["TORCH_CUDA_ARCH_LIST"] if nvcc else None
+            built_with += f"ARCHITECTURES = {architectures!r}\n"
             Path(self.get_ext_fullpath("mixprec._C")).with_name("_build.py").write_text(built_with)
 
     extension = (cpp_extension.CUDAExtension if nvcc else cpp_extension.CppExtension)(
