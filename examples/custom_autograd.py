@@ -54,7 +54,7 @@ model = mixprec.half_weights(Model().to(device), half)
 optimizer = mixprec.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scaler = mixprec.GradScaler()
 losses = []
-for _ in range(15):
+for _ in range(10):
     for x, y in zip(inputs.split(128), labels.split(128), strict=True):
         optimizer.zero_grad()
         with mixprec.autocast():

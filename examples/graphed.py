@@ -24,7 +24,7 @@ def train(enabled: bool) -> str:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
     model = mixprec.half_weights(model.to(device), half)
     optimizer = mixprec.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
     scaler = mixprec.GradScaler()
 
     @mixprec.graphed(enabled=enabled)
@@ -38,7 +38,7 @@ def train(enabled: bool) -> str:
         return loss
 
     losses, seconds = [], []
-    for _ in range(10):
+    for _ in range(5):
         began = time.perf_counter()
         for x, y in mixprec.prefetch(batches):
             loss = train_step(x, y)

@@ -14,7 +14,7 @@ half = torch.float16 if device == "cuda" else torch.bfloat16  # autocast's dtype
 torch.manual_seed(0)
 
 # Ten classes: an image is its class's pattern, under noise.
-labels = torch.randint(10, (2048,), device=device)
+labels = torch.randint(10, (1024,), device=device)
 images = torch.randn(10, 3, 8, 8, device=device)[labels]
 images += torch.randn_like(images)
 

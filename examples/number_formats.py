@@ -1,7 +1,7 @@
-"""What fp16, bf16 and tf32 do to numbers and gradients, and what loss scaling changes: a walk-through.
+"""A walk through fp16, bf16 and tf32: what they do to gradients, and what loss scaling changes.
 
-Read it beside its output to learn why mixed precision is done as it is. The cells (`# %%`) open as
-a notebook in VS Code, Spyder and Jupyter (with jupytext); as a script it saves two pictures to the
+Read it beside its output to learn why mixed precision is done as it is. The cells (`# %%`) run one
+by one in VS Code, Spyder and Jupyter (with jupytext); as a script it saves two pictures to the
 folder given, by default `runs/`.
 """
 
@@ -54,8 +54,9 @@ for name, rounded in FORMATS.items():
 
 # %% [markdown]
 # ## The error of rounding, by magnitude
-# The relative error is flat where numbers are normal. Below it grows as bits of the fraction run out
-# (subnormals), up to 1, where the number has become 0: *underflow*. Above the largest number comes inf.
+# The relative error is flat where numbers are normal. Below, it grows as the fraction runs out of
+# bits (subnormals), up to 1, where the number has become 0: *underflow*. Above the largest number
+# comes inf.
 
 # %%
 exact = torch.logspace(-45, 38, 200_000, dtype=torch.float64).float()
@@ -76,7 +77,7 @@ figure.savefig(folder / "rounding.png")
 # size in its denominator, and falls further as the loss does.
 
 # %%
-inputs = torch.randn(4096, 64, device=device)
+inputs = torch.randn(2048, 64, device=device)
 labels = (inputs @ torch.randn(64, 10, device=device)).argmax(1)
 model = nn.Sequential(
     nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
@@ -133,8 +134,8 @@ figure.savefig(folder / "gradients.png")
 # ## What loss scaling does
 # The loss times a constant is a gradient times that constant: the histogram moves to the right, out
 # of what fp16 rounds to 0. Too far, and it meets inf: the scaler then skips the step and halves the
-# scale. A power of two changes no other bit. bf16 has the range of fp32 and gains nothing. The error
-# that no scale removes is that of the forward pass.
+# scale. A power of two changes no other bit. bf16 has the range of fp32 and gains nothing. The
+# error that no scale removes is that of the forward pass.
 
 # %%
 print("dtype  scale  activations' gradients lost  error of the weights' gradient")

@@ -13,7 +13,7 @@ import mixprec
 device = "cuda" if torch.cuda.is_available() else "cpu"
 half = torch.float16 if device == "cuda" else torch.bfloat16
 torch.manual_seed(0)
-VOCABULARY, LENGTH, WIDTH, HEADS, STEPS = 16, 15, 64, 4, 150
+VOCABULARY, LENGTH, WIDTH, HEADS, STEPS = 16, 15, 64, 4, 120
 
 
 class Block(nn.Module):

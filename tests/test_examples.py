@@ -1,6 +1,7 @@
 """Each of examples/*.py runs from any folder, on whatever device there is, and learns.
 
-Not run here: what docstrings say to start with torchrun, and what imports a package that is missing.
+Skipped: those whose docstring says to start them with torchrun, and those that import a package
+which is not there.
 """
 
 import ast
