@@ -20,7 +20,7 @@ def train(optimizer_class: type[torch.optim.Optimizer]) -> list[float]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     model = mixprec.half_weights(model, torch.bfloat16)
-    optimizer = optimizer_class(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = optimizer_class(model.parameters(), lr=2e-3, momentum=0.9)
     scaler = mixprec.GradScaler(enabled=False)  # for clip_grad_norm_; step is optimizer.step
     losses = []
     for _ in range(20):

@@ -26,4 +26,4 @@ def test_example(path, tmp_path):
     printed = run_python(path, folder=tmp_path)
     values = [float(value) for value in re.findall(r"(?:loss|distance) ([\d.]+|nan|inf)", printed)]
     first, *_, last = values
-    assert last < first, printed
+    assert last < 0.8 * first, printed  # batches without any training differ by less
