@@ -2,6 +2,9 @@
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -147,3 +150,12 @@ def assert_same_training(ours, twin):
             assert state.keys() == twin_state.get(i, {}).keys(), f"state of parameter {i}"
         for name in state.keys() & twin_state.get(i, {}).keys():
             assert_same_bits(state[name], twin_state[i][name], f"{name} {i}")
+
+
+def run_python(*arguments, folder):
+    """stdout of a Python process of its own, which must not fail."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(min(torch.get_num_threads(), 4))}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
