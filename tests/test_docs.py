@@ -36,6 +36,8 @@ def blocks():
 @pytest.mark.parametrize(("code", "where"), list(blocks()) or [NONE])
 def test_block(code, where, tmp_path, monkeypatch):
     """On its own, as a reader copies it, and in an empty folder."""
+    for package in re.findall(r"^(?:import|from) (\w+)", code, re.M):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, where, "exec"), {"__name__": "__main__"})
 
