@@ -78,6 +78,43 @@ MIXPREC_RULE float finish_norm(double total, bool& found_inf) {
   return norm;
 }
 
+// Of a gradient's elements: how many are inf and NaN, as the check sees them (scaled or unscaled),
+// and the largest of the other magnitudes, scaled as the elements are.
+template <typename T>
+struct OverflowCounts {
+  unsigned inf, nan;
+  T largest;
+};
+
+template <typename T>
+MIXPREC_RULE void count_overflow(OverflowCounts<T>& counts, T grad, T inv_scale) {
+  const T value = grad * inv_scale, magnitude = std::fabs(grad);
+  const bool is_nan = value != value, is_ok = is_finite(value);
+  counts.nan += is_nan;
+  counts.inf += !is_nan && !is_ok;
+  if (is_ok && magnitude > counts.largest) counts.largest = magnitude;
+}
+
+// 64 bits each, and largest as a double's bits, which order as what is not negative does: integer
+// atomics give the same result in any order.
+struct OverflowTotals {
+  unsigned long long inf, nan, largest;
+};
+
+struct OverflowRecord {                 // of one parameter
+  unsigned long long steps, last_step;  // how many held inf or NaN, the number of the last of them
+  OverflowTotals last;                  // of that step
+  OverflowTotals now;                   // CUDA: of the blocks so far; zeros before and after
+};
+
+MIXPREC_RULE void keep_overflow(OverflowRecord& record, const OverflowTotals& totals,
+                                unsigned long long step) {
+  if (totals.inf + totals.nan == 0) return;
+  ++record.steps;
+  record.last_step = step;
+  record.last = totals;
+}
+
 // Momentum that no step has written yet holds this NaN in every element, so the element itself says
 // whether its first write is still to come. A flag beside the buffer would have to change between
 // the blocks of one launch, or cost another launch; this one cannot be left behind by a skipped

@@ -29,6 +29,20 @@ struct CheckArguments {
 };
 constexpr int kCheckWorkspaceInts = 2;
 
+struct OverflowHeader {
+  unsigned long long steps;  // recorded so far, fine ones too
+  unsigned blocks_done;      // CUDA: 0 before and after
+};
+
+struct OverflowArguments {
+  std::vector<Data> grads;               // as the check left them
+  std::vector<OverflowRecord*> records;  // in/out; of each gradient
+  OverflowHeader* header;                // in/out
+  const float* found_inf;                // 0: no record changes, and no gradient is read
+  const float* grad_scale;               // of the check; null: not scaled
+  bool unscaled;                         // the check has written grad / grad_scale back
+};
+
 struct SgdData {          // the same number of elements each
   Data param;             // in/out; float32, float16, bfloat16 (CPU: float64)
   Data grad;              // scaled, not changed; param's dtype or float32
@@ -100,6 +114,7 @@ struct CopyData {
 
 #define MIXPREC_DECLARE_OPS                                                               \
   void check(const CheckArguments& arguments);                                            \
+  void record_overflow(const OverflowArguments& arguments);                               \
   void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& parameters, \
                 const StepScalars& scalars);                                              \
   void to_remainder(const RemainderData& data); /* writes the remainder */                \

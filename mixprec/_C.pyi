@@ -10,6 +10,7 @@ def check(
     unscale: bool,
     norm_type: float | None,
     workspaces: dict[torch.device, Tensor],
+    records: dict[torch.device, Tensor] | None,
 ) -> dict[torch.device, tuple[Tensor, Tensor | None]]: ...
 def sgd_step(
     param_groups: list[dict[str, Any]],

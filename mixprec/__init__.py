@@ -9,17 +9,23 @@ and the training loop that torch documents for autocast and GradScaler, unchange
 
 from . import _load  # noqa: F401  first: refuses a torch that the extension was not built for
 from .autocast import autocast
+from .find_nonfinite import find_nonfinite
 from .grad_scaler import GradScaler
+from .grad_stats import grad_stats
 from .graphed import graphed
 from .half_weights import full_precision_state_dict, half_weights
+from .overflow import OverflowLog
 from .prefetch import prefetch
 from .sgd import SGD
 
 __all__ = [
     "SGD",
     "GradScaler",
+    "OverflowLog",
     "autocast",
+    "find_nonfinite",
     "full_precision_state_dict",
+    "grad_stats",
     "graphed",
     "half_weights",
     "prefetch",

@@ -158,6 +158,7 @@ _SCALER_NAMES = (
     "_min_scale",
     "_max_scale",
     "_hysteresis",
+    "record_overflow",
 )
 
 

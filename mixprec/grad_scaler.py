@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from . import _C
 from .autocast import default_device_type
+from .overflow import OverflowReport, overflow_report
 from .sgd import SGD
 
 __all__ = ["GradScaler"]
@@ -44,6 +45,9 @@ class GradScaler(torch.amp.GradScaler):
             each one after it (Megatron-LM's rule); default 1, torch's rule.
         process_group: a ``torch.distributed`` group whose members skip a step together, when one of
             them overflows; for sharded models. DDP needs none: its replicas have equal gradients.
+        record_overflow: keep on the device, for :meth:`report_overflow` and
+            :class:`mixprec.OverflowLog`, which gradients held inf or NaN. One more launch a step,
+            which reads the gradients only where the step is skipped.
 
     Example::
 
@@ -58,6 +62,8 @@ class GradScaler(torch.amp.GradScaler):
             scaler.update()
     """
 
+    record_overflow = False  # of a scaler pickled before there was the choice
+
     def __init__(
         self,
         device: str | None = None,
@@ -71,6 +77,7 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float = math.inf,
         hysteresis: int = 1,
         process_group: Any = None,
+        record_overflow: bool = False,
     ) -> None:
         super().__init__(
             device or default_device_type(),
@@ -93,6 +100,7 @@ class GradScaler(torch.amp.GradScaler):
         self._max_scale = max_scale
         self._hysteresis = hysteresis
         self._process_group = process_group
+        self.record_overflow = record_overflow
         # steps skipped, last step skipped, hysteresis left: ScaleHistory in csrc/arithmetic.h, on
         # the device from the first scale() on
         self._init_history = [0, 0, hysteresis]
@@ -103,7 +111,10 @@ class GradScaler(torch.amp.GradScaler):
         """What an iteration leaves behind for itself; not part of the scaler's state."""
         self._workspaces: dict[torch.device, Tensor] = {}  # of _C.check
         self._clips: dict[int, _Clip] = {}  # by id(optimizer), from clip_grad_norm_ to step
-        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # for report_overflow
+        # Of each optimizer checked, for report_overflow: by device, empty without record_overflow.
+        self._records: weakref.WeakKeyDictionary[Optimizer, dict[torch.device, Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         try:
@@ -123,10 +134,17 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, *, unscale: bool = False, norm_type: float | None = None
     ) -> tuple[dict[torch.device, Tensor], Tensor | None]:
         """Reads the gradients once: found_inf by device, and their norm if there is a norm_type."""
-        self._checked.add(optimizer)
         is_scaled = self._enabled and self._stage(optimizer) is OptState.READY
         scale = self._scale if is_scaled else None
-        results = _C.check(optimizer.param_groups, scale, unscale, norm_type, self._workspaces)
+        records = self._records.setdefault(optimizer, {})
+        results = _C.check(
+            optimizer.param_groups,
+            scale,
+            unscale,
+            norm_type,
+            self._workspaces,
+            records if self.record_overflow and not self._was_checked(optimizer) else None,
+        )
         found_infs = {device: found_inf for device, (found_inf, _) in results.items()}
         if self._process_group is not None:
             # Each member takes part once, also one whose parameters have no gradient.
@@ -149,6 +167,12 @@ class GradScaler(torch.amp.GradScaler):
     def _combined(self, found_infs: dict[torch.device, Tensor]) -> Tensor:
         """One found_inf for all devices, 0 or 1 (torch's fused kernels test for 1)."""
         return _any(list(found_infs.values()) or [torch.zeros((), device=self._device)])
+
+    def _was_checked(self, optimizer: Optimizer) -> bool:
+        """Since the last update: a record counts steps, which may check more than once."""
+        if not self._enabled:
+            return id(optimizer) in self._clips
+        return bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
 
     def _stage(self, optimizer: Optimizer) -> OptState:
         stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
@@ -310,28 +334,18 @@ class GradScaler(torch.amp.GradScaler):
     def _read_history(self) -> list[int]:
         return self._init_history if self._history is None else self._history.tolist()
 
-    def report_overflow(self) -> str:
-        """Names the gradients that hold inf or NaN now, a line each. Syncs.
+    def report_overflow(self) -> OverflowReport:
+        """Names the gradients that held inf or NaN, in a line each (``print`` it). Syncs.
 
-        For the iteration after whose ``update`` :attr:`last_step_skipped` is true, before
-        ``zero_grad``. Covers every optimizer that this scaler has checked. Parameters have names if
-        the optimizer was given ``model.named_parameters()``.
+        With ``record_overflow``: in all steps so far, by what was recorded then. Without: those
+        that hold inf or NaN now; for the iteration after whose ``update``
+        :attr:`last_step_skipped` is true, before ``zero_grad``.
+
+        Covers every optimizer that this scaler has checked. Parameters have names if the optimizer
+        was given ``model.named_parameters()``. Backward runs from the last layer to the first, and
+        what overflows spreads: of those listed for one step, the last are where it began.
         """
-        lines = []
-        for optimizer in self._checked:
-            for g, group in enumerate(optimizer.param_groups):
-                for i, param in enumerate(group["params"]):
-                    grad = param.grad
-                    if grad is None or bool(torch.isfinite(grad).all()):
-                        continue
-                    names = group.get("param_names")
-                    name = names[i] if names else f"parameter {i} of group {g}"
-                    lines.append(
-                        f"{name} ({list(grad.shape)}, {grad.dtype}): "
-                        f"{int(grad.isinf().sum())} inf, {int(grad.isnan().sum())} NaN "
-                        f"of {grad.numel()}"
-                    )
-        return "\n".join(lines) or "no gradient holds inf or NaN"
+        return overflow_report(self._records, self.record_overflow)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five entries, and ours, which torch's scaler ignores. Syncs."""
@@ -359,7 +373,7 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_init_history"] = list(self._read_history())
-        for name in ("_history", "_workspaces", "_clips", "_checked"):
+        for name in ("_history", "_workspaces", "_clips", "_records"):
             del state[name]
         return state
 

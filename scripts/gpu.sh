@@ -22,15 +22,19 @@ for name in "${@:-build test sanitize step train}"; do for part in $name; do
     test)
       pytest -q -rs --durations=15 2>&1 | tee "$output/pytest.log" ;;
     sanitize)
-      # Without torch's caching, so that a tool sees where each tensor ends. mixprec's kernels alone, but
-      # initcheck has to see torch's as well: they write what ours read. It takes over ten minutes for
-      # the list of 3,000 tensors, which is left to the others.
+      # mixprec's kernels alone, but initcheck has to see torch's as well: they write what ours read.
+      # Without torch's caching a tool sees where each tensor ends. Captures need it, and so does the
+      # list of 3,000 tensors under initcheck, which would take over ten minutes.
       for tool in memcheck racecheck synccheck initcheck; do
-        [ $tool = initcheck ] && only=() || only=(--kernel-name kns=mixprec)
-        [ $tool = initcheck ] && tests="cuda and not 3000" || tests=cuda
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool "${only[@]}" --error-exitcode 1 \
-          pytest -q -x -k "$tests" tests/test_layouts.py tests/test_clip.py 2>&1 |
-          tee "$output/$tool.log" | tail -n 8
+        only=(--kernel-name kns=mixprec) slow=none
+        [ $tool = initcheck ] && only=() slow=3000
+        check=(compute-sanitizer --tool $tool "${only[@]}" --error-exitcode 1 pytest -q -x)
+        {
+          PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${check[@]}" tests/test_layouts.py tests/test_clip.py \
+            -k "cuda and not $slow"
+          "${check[@]}" tests/test_layouts.py tests/test_graphed.py \
+            -k "cuda and $slow or memsets or inputs_of_every_size or outputs or changes_between"
+        } 2>&1 | tee "$output/$tool.log" | tail -n 8
       done ;;
     step)
       python3 benchmarks/optimizer_step.py --clip 1.0 --out "$output/step" 2>&1 | tee "$output/step.log" ;;

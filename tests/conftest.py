@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # A CPU thread that waits for the others sleeps. Where processes share the cores, spinning made
 # bf16 convolutions up to 15 times slower. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell's background jobs ignore Ctrl-C, and so would what the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run; what fails prints how to repeat it.
 hypothesis.settings.register_profile(

@@ -40,7 +40,8 @@ def test_largest_finite_values_are_no_overflow(device, dtype):
 @pytest.mark.parametrize("unscale", [False, True])
 def test_overflow_by_unscaling_changes_nothing(device, unscale):
     """At a scale below 1 a finite gradient may be inf once it is unscaled; torch would apply it."""
-    optimizer, scaler = ready(device, torch.full((3,), 3e38, device=device), init_scale=0.5)
+    grad = torch.tensor([3e38, 3e38, 1.0], device=device)
+    optimizer, scaler = ready(device, grad, init_scale=0.5, record_overflow=True)
     if unscale:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -49,6 +50,8 @@ def test_overflow_by_unscaling_changes_nothing(device, unscale):
     scaler.update()
     assert scaler.last_step_skipped
     assert scaler.get_scale() == 0.25
+    (row,) = scaler.report_overflow().rows
+    assert (row.inf, row.nan, row.largest) == (2, 0, 1.0)
 
 
 @on_devices

@@ -35,6 +35,11 @@ def test_without_group_each_decides_alone(results):
     assert alone == [(0.875, 4.0), (1.0, 2.0)]
 
 
+def test_the_rank_that_overflowed_has_it_on_record(results):
+    records = [result["records_with_group"] for result in results]
+    assert records == [(1, []), (1, [(3, 0, 0.0, 1, 1)])]
+
+
 def test_masters_are_the_broadcast_weights(results):
     first, second = (result["masters_after_broadcast"] for result in results)
     for a, b in zip(first, second, strict=True):

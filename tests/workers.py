@@ -66,6 +66,18 @@ def skipping_without_group(rank):
     return param[0].item(), scaler.get_scale()
 
 
+def records_with_group(rank):
+    """All skip; the one whose gradient overflowed has it on record."""
+    param = nn.Parameter(torch.ones(3))
+    optimizer = mixprec.SGD([param], lr=0.5)
+    scaler = mixprec.GradScaler("cpu", process_group=dist.group.WORLD, record_overflow=True)
+    param.grad = torch.full((3,), torch.inf if rank == 1 else 1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.steps_skipped, [row[3:] for row in scaler.report_overflow().rows]
+
+
 def masters_after_broadcast(rank):
     """Replicas are initialised apart and made equal by a broadcast of their weights."""
     torch.manual_seed(rank)
@@ -83,5 +95,6 @@ JOBS = (
     step_with_group,
     without_gradients_on_one_rank,
     skipping_without_group,
+    records_with_group,
     masters_after_broadcast,
 )

@@ -15,12 +15,53 @@ Norm norm_of_type(optional<double> norm_type) {
   return *norm_type == 2.0 ? Norm::kL2 : Norm::kInf;
 }
 
+// A device's records of one optimizer: a row for OverflowHeader, then one for each parameter, of
+// which groups that were added bring more.
+constexpr int64_t kRecordInts = sizeof(OverflowRecord) / sizeof(int64_t);
+static_assert(sizeof(OverflowHeader) <= sizeof(OverflowRecord));
+
+Tensor records_on(py::dict records, const at::Device& device, int64_t num_params) {
+  const py::object key = py::cast(device);
+  const auto options = at::TensorOptions().device(device).dtype(at::kLong);
+  const Tensor old = records.contains(key) ? py::cast<Tensor>(records[key])
+                                           : at::zeros({0, kRecordInts}, options);
+  TORCH_CHECK(old.scalar_type() == at::kLong && old.dim() == 2 && old.size(1) == kRecordInts &&
+                  old.device() == device && old.is_contiguous() && has_memory(old),
+              "records must be n x ", kRecordInts, " x Long on ", device);
+  if (old.size(0) > num_params) return old;
+  const Tensor grown = at::zeros({1 + num_params, kRecordInts}, options);
+  grown.narrow(0, 0, old.size(0)).copy_(old);
+  records[key] = grown;
+  return grown;
+}
+
+struct Gradient {
+  Tensor tensor;
+  Place place;
+};
+
+// The rows of `records` say which gradients held inf or NaN.
+void record_overflow(const Tensor& records, const std::vector<Gradient>& grads,
+                     const std::vector<int64_t>& first_row, CheckArguments checked) {
+  auto* rows = address_of<OverflowRecord>(records);
+  OverflowArguments arguments{std::move(checked.grads),
+                              {},
+                              reinterpret_cast<OverflowHeader*>(rows),
+                              checked.found_inf,
+                              checked.grad_scale,
+                              checked.unscale};
+  for (const Gradient& grad : grads) {
+    arguments.records.push_back(rows + first_row[grad.place.group] + grad.place.index);
+  }
+  DISPATCH(records.device(), record_overflow(arguments));
+}
+
 // One pass over the gradients of an optimizer. Returns {device: (found_inf, norm or None)}.
 py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale, bool unscale,
-               optional<double> norm_type, py::dict workspaces) {
+               optional<double> norm_type, py::dict workspaces, const optional<py::dict>& records) {
   const c10::NoGradGuard no_grad;
   const Norm norm = norm_of_type(norm_type);
-  std::vector<std::pair<at::Device, std::vector<Tensor>>> grads_by_device;
+  std::vector<std::pair<at::Device, std::vector<Gradient>>> grads_by_device;
   std::vector<std::pair<Tensor, Tensor>>
       copies;  // a gradient that is not dense, and its dense copy
 
@@ -46,8 +87,13 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
       copies.emplace_back(grad, grad.contiguous());
       grad = copies.back().second;
     }
-    of_device(grads_by_device, grad.device()).push_back(grad);
+    of_device(grads_by_device, grad.device()).push_back({grad, place});
   });
+  std::vector<int64_t> first_row{1};  // of each group in the records
+  for (const auto& group : param_groups) {
+    const auto params = py::cast<py::list>(py::cast<py::dict>(group)["params"]);
+    first_row.push_back(first_row.back() + static_cast<int64_t>(params.size()));
+  }
 
   py::dict result;
   for (const auto& [device, grads] : grads_by_device) {
@@ -62,6 +108,7 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
         workspaces[key] = at::zeros({kCheckWorkspaceInts}, scalars.dtype(at::kInt));
       workspace = py::cast<Tensor>(workspaces[key]);
     }
+    const Tensor rows = records ? records_on(*records, device, first_row.back() - 1) : Tensor();
     CheckArguments arguments{{},
                              address_of<float>(scale),
                              unscale,
@@ -69,10 +116,11 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
                              address_of<float>(found_inf),
                              address_of<float>(norm_out),
                              address_of<void>(workspace)};
-    for (const Tensor& grad : grads) arguments.grads.push_back(data_of(grad));
+    for (const Gradient& grad : grads) arguments.grads.push_back(data_of(grad.tensor));
     DISPATCH(device, check(arguments));
+    if (records) record_overflow(rows, grads, first_row, std::move(arguments));
     if (unscale)
-      for (const Tensor& grad : grads) bump_version(grad);
+      for (const Gradient& grad : grads) bump_version(grad.tensor);
     result[key] =
         py::make_tuple(found_inf, norm_out.defined() ? py::object(py::cast(norm_out)) : py::none());
   }
@@ -115,7 +163,7 @@ void update_scale(const Tensor& scale, const Tensor& growth_tracker, const Tenso
 void bind_scaler(py::module_& module) {
   using namespace pybind11::literals;
   module.def("check", &check, "param_groups"_a, "grad_scale"_a, "unscale"_a, "norm_type"_a,
-             "workspaces"_a);
+             "workspaces"_a, "records"_a);
   module.def("update_scale", &update_scale, "scale"_a, "growth_tracker"_a, "history"_a,
              "found_inf"_a, "growth_factor"_a, "backoff_factor"_a, "growth_interval"_a,
              "min_scale"_a, "max_scale"_a, "hysteresis"_a);
