@@ -48,7 +48,7 @@ def find_nonfinite(model: nn.Module, *inputs: Any, **kwargs: Any) -> NonFinite |
         None if everything is finite. A model whose own input is not finite is named itself.
 
     Raises:
-        What the model raises, unless it came upon inf or NaN before.
+        Exception: what the model raises, unless it came upon inf or NaN before.
 
     Example::
 
