@@ -10,7 +10,7 @@ def check(
     unscale: bool,
     norm_type: float | None,
     workspaces: dict[torch.device, Tensor],
-) -> dict[torch.device, tuple[Tensor, Tensor | None]]: ...
+) -> list[tuple[Tensor, Tensor | None, Any]]: ...
 def sgd_step(
     param_groups: list[dict[str, Any]],
     state: dict[Tensor, dict[str, Any]],

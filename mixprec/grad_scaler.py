@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from . import _C
+from ._mesh import local, reduced
 from .autocast import default_device_type
 from .sgd import SGD
 
@@ -127,7 +128,9 @@ class GradScaler(torch.amp.GradScaler):
         is_scaled = self._enabled and self._stage(optimizer) is OptState.READY
         scale = self._scale if is_scaled else None
         results = _C.check(optimizer.param_groups, scale, unscale, norm_type, self._workspaces)
-        found_infs = {device: found_inf for device, (found_inf, _) in results.items()}
+        if any(dtensor is not None for *_, dtensor in results):
+            results = [reduced(results, norm_type)]
+        found_infs = {found_inf.device: found_inf for found_inf, *_ in results}
         if self._process_group is not None:
             # Each member takes part once, also one whose parameters have no gradient.
             found_inf = self._combined(found_infs)
@@ -139,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):
             self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         if norm_type is None:
             return found_infs, None
-        norms = [norm for _, norm in results.values() if norm is not None]
+        norms = [norm for _, norm, _ in results if norm is not None]
         if len(norms) == 1:
             return found_infs, norms[0]
         device = norms[0].device if norms else torch.device("cpu")
@@ -321,7 +324,7 @@ class GradScaler(torch.amp.GradScaler):
         for optimizer in self._checked:
             for g, group in enumerate(optimizer.param_groups):
                 for i, param in enumerate(group["params"]):
-                    grad = param.grad
+                    grad = local(param.grad)
                     if grad is None or bool(torch.isfinite(grad).all()):
                         continue
                     names = group.get("param_names")

@@ -15,6 +15,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import ParamsT
 
 from . import _C
+from ._mesh import local
 from .half_weights import forget_exact, initial_master
 
 __all__ = ["SGD"]
@@ -245,7 +246,7 @@ def _owned_state(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 def _written(values: dict[str, Any]) -> dict[str, Any]:
     """A parameter's state without momentum that is_unwritten (csrc/arithmetic.h)."""
-    momentum = values.get("momentum_buffer")
+    momentum = local(values.get("momentum_buffer"))
     if momentum is not None and momentum.numel() > 0:
         first = momentum.detach().as_strided((1,), (1,))
         if first.view(torch.int64 if first.dtype is torch.float64 else torch.int32).item() == -1:

@@ -15,17 +15,46 @@ Norm norm_of_type(optional<double> norm_type) {
   return *norm_type == 2.0 ? Norm::kL2 : Norm::kInf;
 }
 
-// One pass over the gradients of an optimizer. Returns {device: (found_inf, norm or None)}.
-py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale, bool unscale,
+// Gradients that share a device and, of DTensors, placements.
+struct Part {
+  at::Device device;
+  py::object dtensor;  // None, or the first of the parameters
+  std::vector<Tensor> grads;
+};
+
+std::vector<Tensor>& part_of(std::vector<Part>& parts, const py::object& dtensor,
+                             const at::Device& device, const Place& place) {
+  for (Part& part : parts) {
+    if (dtensor.is_none() || part.dtensor.is_none()) {
+      if (dtensor.is(part.dtensor) && device == part.device) return part.grads;
+      continue;
+    }
+    TORCH_CHECK_VALUE(dtensor.attr("device_mesh").equal(part.dtensor.attr("device_mesh")), place,
+                      " is on another device mesh than those before it, so that no one all-reduce "
+                      "can tell all of them of an overflow; give each mesh an optimizer");
+    if (device == part.device &&
+        dtensor.attr("placements").equal(part.dtensor.attr("placements"))) {
+      return part.grads;
+    }
+  }
+  return parts.emplace_back(Part{device, dtensor, {}}).grads;
+}
+
+// One pass over the gradients of an optimizer. Returns [(found_inf, norm or None, dtensor or None)]
+// for each device, and of DTensors for each kind of placements, which the DTensor shows.
+py::list check(const py::list& param_groups, const optional<Tensor>& grad_scale, bool unscale,
                optional<double> norm_type, py::dict workspaces) {
   const c10::NoGradGuard no_grad;
   const Norm norm = norm_of_type(norm_type);
-  std::vector<std::pair<at::Device, std::vector<Tensor>>> grads_by_device;
+  std::vector<Part> parts;
   std::vector<std::pair<Tensor, Tensor>>
       copies;  // a gradient that is not dense, and its dense copy
 
-  for_each_grad(param_groups, [&](PyObject*, const Tensor& param, const Tensor& found,
+  for_each_grad(param_groups, [&](PyObject* object, const Tensor& param, const Tensor& found,
                                   const Place& place) {
+    const bool is_dtensor = !param.is_same(THPVariable_Unpack(object));
+    const py::object dtensor =
+        is_dtensor ? py::reinterpret_borrow<py::object>(object) : py::object(py::none());
     Tensor grad = found;
     if (grad.is_sparse()) {
       // As torch does: of duplicates that are still to be added up, fp16's sum may overflow.
@@ -46,11 +75,11 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
       copies.emplace_back(grad, grad.contiguous());
       grad = copies.back().second;
     }
-    of_device(grads_by_device, grad.device()).push_back(grad);
+    part_of(parts, dtensor, grad.device(), place).push_back(grad);
   });
 
-  py::dict result;
-  for (const auto& [device, grads] : grads_by_device) {
+  py::list result;
+  for (const auto& [device, dtensor, grads] : parts) {
     const auto scalars = at::TensorOptions().device(device).dtype(at::kFloat);
     const Tensor scale = scalar_on(grad_scale, device, "grad_scale");
     const Tensor found_inf = at::empty({}, scalars);
@@ -73,8 +102,8 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
     DISPATCH(device, check(arguments));
     if (unscale)
       for (const Tensor& grad : grads) bump_version(grad);
-    result[key] =
-        py::make_tuple(found_inf, norm_out.defined() ? py::object(py::cast(norm_out)) : py::none());
+    result.append(py::make_tuple(
+        found_inf, norm_out.defined() ? py::object(py::cast(norm_out)) : py::none(), dtensor));
   }
   if (unscale)
     for (auto& [grad, copy] : copies) grad.copy_(copy);
