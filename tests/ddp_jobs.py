@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mixprec
+from mixprec._found import Found
 
 OVERFLOWS = (21, 100)  # iterations in which one rank's inputs give gradients that are inf or NaN
 
@@ -110,6 +111,12 @@ def half_weights_after_wrapping(rank, device):
     return messages, unchanged, model[0].weight.dtype == torch.float16
 
 
+def graphs_of_ddp(rank, device):
+    """Whether and why graphed refuses a DDP model, and one without."""
+    ddp = DistributedDataParallel(make_model(rank, device, None))
+    return [Found([model]).refusal() for model in (ddp, ddp.module)], dist.get_backend()
+
+
 JOBS = {
     2: [
         fp32_under_ddp,
@@ -117,6 +124,7 @@ JOBS = {
         fp16_under_ddp,
         clipped_norm_under_ddp,
         half_weights_after_wrapping,
+        graphs_of_ddp,
     ],
     4: [four_replicas],
 }

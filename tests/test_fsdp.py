@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from fsdp_jobs import load, make_model
+from fsdp_jobs import make_model
+from fsdp_state_jobs import load
 from helpers import assert_same_bits
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 4])
@@ -66,12 +67,12 @@ def test_checkpoint_of_two_in_one_process(processes, saved):
 
 
 def test_refused_before_anything_changes(processes):
-    for messages, unchanged in processes(2, "refusals"):
+    for messages, unchanged, no_graph in processes(2, "refusals"):
         half_weights, partial, meshes = messages
         assert "leave half_weights out" in half_weights
         assert "redistribute() the gradient" in partial and "parameter 3 of group 0" in partial
         assert "another device mesh" in meshes and "parameter 0 of group 1" in meshes
-        assert unchanged
+        assert unchanged and "fully_shard" in no_graph
 
 
 def test_report_on_one_rank(processes):

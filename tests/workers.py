@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-MODULES = ("group_jobs", "ddp_jobs", "fsdp_jobs", "zero_jobs")  # JOBS of each: {world size: jobs}
+MODULES = (
+    "group_jobs",
+    "ddp_jobs",
+    "fsdp_jobs",
+    "fsdp_state_jobs",
+    "zero_jobs",
+)  # JOBS of each: {world size: jobs}
 
 
 class Processes:
