@@ -44,7 +44,8 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: back off at the ``hysteresis``-th overflow since the scale last grew, and at
             each one after it (Megatron-LM's rule); default 1, torch's rule.
         process_group: a ``torch.distributed`` group whose members skip a step together, when one of
-            them overflows; for sharded models. DDP needs none: its replicas have equal gradients.
+            them overflows; for models that are sharded otherwise than by ``fully_shard``, whose
+            DTensors tell by themselves. DDP needs none: its replicas have equal gradients.
 
     Example::
 

@@ -59,7 +59,8 @@ class SGD(torch.optim.SGD):
 
     Args:
         params: parameters, named parameters or groups, as in torch. Dense tensors on CPU or CUDA:
-            float32, float16, bfloat16, on the CPU float64 too.
+            float32, float16, bfloat16, on the CPU float64 too. Of DTensors (``fully_shard``) each
+            process steps on what it has, and state is DTensors too.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch. A tensor ``lr`` is
             read at each step, which syncs if it is on the GPU.
         foreach, fused, differentiable: torch's; ``differentiable=True`` is refused.
@@ -69,7 +70,8 @@ class SGD(torch.optim.SGD):
 
     Raises:
         ValueError, RuntimeError, TypeError: bad hyperparameters, a parameter twice, sparse or
-            complex tensors, a gradient of another shape or device. Nothing has been changed then.
+            complex tensors, a gradient of another shape, device or placement. Nothing has been
+            changed then.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What the processes of test_fsdp.py run besides training: checkpoints and errors; see workers.py."""
+"""More of what the processes of test_fsdp.py run: checkpoints and errors; see workers.py."""
 
 import contextlib
 

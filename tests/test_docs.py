@@ -1,4 +1,4 @@
-"""Every example runs: README's Python blocks, and examples/*.py, on whatever device there is."""
+"""Every example runs: Python blocks of README and scaling.md, and examples/*.py."""
 
 import os
 import re
@@ -10,7 +10,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+BLOCKS, SCALING_BLOCKS = (
+    re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    for page in ("README.md", "docs/scaling.md")
+)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NONE = pytest.param(None, marks=pytest.mark.skip(reason="there is none"))
 
@@ -24,6 +27,17 @@ def test_readme_block(number, tmp_path):
 @pytest.mark.parametrize("path", EXAMPLES or [NONE], ids=lambda path: path and path.name)
 def test_example(path, tmp_path):
     run([sys.executable, str(path)], tmp_path)
+
+
+@pytest.mark.parametrize("number", range(len(SCALING_BLOCKS)))
+def test_scaling_block(number, tmp_path):
+    """In two processes; with GPUs, in one for each."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no distributed package")
+    (tmp_path / "train.py").write_text(SCALING_BLOCKS[number])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    processes = str(torch.cuda.device_count() or 2)
+    run([sys.executable, *launcher, processes, "train.py"], tmp_path)
 
 
 def run(command, folder):
