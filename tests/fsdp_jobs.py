@@ -122,16 +122,16 @@ def fsdp_training(rank, device):
 
 
 def overflow_in_one_shard(rank, device):
-    """For each rank and parameter: found_inf on all ranks, and whether a weight has changed."""
+    """One rank or all overflow, in each parameter: what all find, and whether weights changed."""
     model = sharded_model(device, (dist.get_world_size(),))
     optimizer, scaler = mixprec.SGD(model.parameters(), **OPTIONS), mixprec.GradScaler(device.type)
     before = tensors_of(optimizer)
     seen = []
-    for spoiled in range(dist.get_world_size()):
+    for spoiled in (*range(dist.get_world_size()), "all"):
         for index in range(len(params_of(optimizer))):
             for value in (torch.inf, -torch.inf, torch.nan):
                 set_grads(optimizer, seed=0, scale=1.0)
-                expected = torch.tensor(rank == spoiled and spoil(optimizer, index, value))
+                expected = torch.tensor(spoiled in (rank, "all") and spoil(optimizer, index, value))
                 expected = expected.to(device, torch.float32)
                 dist.all_reduce(expected, dist.ReduceOp.MAX)
                 if not expected:

@@ -29,10 +29,14 @@ def checkpoint_saved(rank, device):
     model = sharded_model(device, (2,))
     optimizer = mixprec.SGD(model.parameters(), **OPTIONS)
     continued(optimizer, range(3))
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id="checkpoint")
+    save(model, optimizer)
     continued(optimizer, range(3, 5))
     return tensors_of(optimizer)
+
+
+def save(model, optimizer):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id="checkpoint")
 
 
 def continued(optimizer, seeds):
