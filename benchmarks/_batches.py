@@ -152,6 +152,15 @@ def load(
         raise BenchmarkError(str(error).rpartition("BenchmarkError: ")[2]) from None
 
 
+def batch(config: Config) -> str:
+    if config.processes == 1:
+        return str(config.batch_size)
+    return (
+        f"{config.batch_size} in each of {config.processes} processes "
+        f"({config.global_batch_size} in all)"
+    )
+
+
 def pick(count: int, limit: int) -> torch.Tensor:
     """`limit` of `count` images, over all classes: an ImageFolder lists class after class."""
     if limit >= count:
@@ -165,10 +174,9 @@ def load_splits(source: Source, config: Config, console: Console) -> dict:
     splits = {
         split: source.load(split, pick(count, limit)) for split, count in source.counts.items()
     }
-    if config.batch_size > len(splits["train"]):
+    if config.global_batch_size > len(splits["train"]):
         raise BenchmarkError(
-            f"--batch-size {config.batch_size} is more than the {len(splits['train'])} "
-            "training images"
+            f"--batch-size {batch(config)} is more than the {len(splits['train'])} training images"
         )
     device = torch.device(config.device)
     borders = {"train": BORDER if config.augment else 0, "test": 0}

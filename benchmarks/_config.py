@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import _ranks
 import torch
 import torchvision
 from _modes import DEFAULT_MODES, MODES
@@ -45,10 +47,15 @@ class Config:
     train_limit: int | None = None
     image_size: int | None = None
     tensorboard: bool = False
+    processes: int = 1  # torchrun's
 
     @property
     def device_type(self) -> str:
         return torch.device(self.device).type
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.processes
 
     @property
     def half_dtype(self) -> torch.dtype:
@@ -148,7 +155,12 @@ def build_parser() -> Parser:
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", type=at_least(1), metavar="N", help="(default: 10, on a CPU 2)")
-    add("--batch-size", type=at_least(1), metavar="N", help="(default: 256, on a CPU 16)")
+    add(
+        "--batch-size",
+        type=at_least(1),
+        metavar="N",
+        help="of each process, where torchrun starts several (default: 256, on a CPU 16)",
+    )
     add(
         "--lr",
         type=not_negative,
@@ -240,6 +252,13 @@ def resolve_device_defaults(config: Config) -> None:
             f"--device {config.device}: torch sees {torch.cuda.device_count()} CUDA devices here"
         )
     on_cuda = device.type == "cuda"
+    if on_cuda and _ranks.is_on():
+        processes = int(os.environ["LOCAL_WORLD_SIZE"])
+        if device.index is not None or processes > torch.cuda.device_count():
+            raise BenchmarkError(
+                f"{processes} processes on {torch.cuda.device_count()} CUDA devices: torchrun "
+                "needs one for each, and no --device cuda:N (or --device cpu)"
+            )
     config.dtype = config.dtype or ("fp16" if on_cuda else "bf16")
     config.epochs = config.epochs or (10 if on_cuda else 2)
     config.batch_size = config.batch_size or (256 if on_cuda else 16)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import _ranks
 import torch
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class HandCaptured:
-    """`step`, captured at the fourth call; every call is a real step. Inputs have one shape."""
+    """`step`, captured after a warm-up; every call is a real step. Inputs have one shape."""
 
     def __init__(self, step: Step):
         self.step = step
-        self.warm_up = 3  # state is made, code compiled, cuDNN's algorithms found
+        # State is made, code compiled, cuDNN's algorithms found; DDP times its first ten.
+        self.warm_up = 11 if _ranks.is_on() else 3
         self.stream = torch.cuda.Stream()
         self.graph: torch.cuda.CUDAGraph | None = None
 

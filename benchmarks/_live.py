@@ -39,7 +39,7 @@ class TrainingBar(Progress):
         if self.disable:
             return
         (step_before, time_before), self.seen = self.seen, (training.step, time.perf_counter())
-        images = (training.step - step_before) * training.config.batch_size
+        images = (training.step - step_before) * training.config.global_batch_size
         rate = images / (self.seen[1] - time_before)
         loss, scale = training.losses[training.step - 1], training.scales[training.step - 1]
         status = f"loss {loss:.4f}  scale {scale:g}  {rate:,.0f} images/s"

@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
+from _batches import batch
 from _config import Config
 from rich.console import Console
 from rich.table import Table
@@ -62,7 +63,7 @@ def describe(config: Config, data: dict) -> str:
     """What was run, for titles: it always names the data."""
     return (
         f"{config.model}, {data['name']}, {data['train']:,} training and {data['test']:,} test "
-        f"images of {data['width']}x{data['height']}, batch {config.batch_size}, "
+        f"images of {data['width']}x{data['height']}, batch {batch(config)}, "
         f"epochs {config.epochs}, {config.dtype}"
         + (", augmented" if config.augment else "")
         + (", compiled" if config.compile else "")
@@ -108,7 +109,7 @@ def summarise(results: list[dict]) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict], on_cuda: bool) -> Table:
+def table(rows: list[dict], on_cuda: bool, config: Config) -> Table:
     """One column a mode, so that it fits a narrow terminal."""
     result = Table(caption_justify="left")
     warm_up = rows[0]["warm_up"]
@@ -129,6 +130,13 @@ def table(rows: list[dict], on_cuda: bool) -> Table:
         "  p10 to p90",
         lambda row: " - ".join(milliseconds(row["iteration_ms"][p]) for p in ("p10", "p90")),
     )
+    if config.processes > 1:
+        result.caption += " Times and memory are the first process's, accuracy is over all."
+        images = config.global_batch_size * 1000  # in a second, at 1 ms an iteration
+        line(
+            "images/s of all processes",
+            lambda row: show(images / row["iteration_ms"]["median"], "{:,.0f}"),
+        )
     line("  speed against fp32", lambda row: show(row["speedup"], "{:.2f}x"))
     line("training in all, s", lambda row: f"{statistics.mean(row['train_seconds']):.1f}")
     line("peak memory, MiB", lambda row: show(row["peak_memory_bytes"], "{:,.0f}", 2**-20))
@@ -167,7 +175,7 @@ def print_report(
         soft_wrap=True,
     )
     console.print(describe(config, data), highlight=False, soft_wrap=True)
-    console.print(table(summarise(results), config.device_type == "cuda"))
+    console.print(table(summarise(results), config.device_type == "cuda", config))
 
 
 def write_files(out: Path, info: dict, results: list[dict], config: Config, data: dict) -> None:

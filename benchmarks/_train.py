@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import _ranks
 import torch
 from _batches import random_crops
 from _config import BenchmarkError, Config
@@ -52,6 +53,8 @@ class StopFlag:
 
     def __enter__(self) -> StopFlag:
         self.previous = signal.signal(signal.SIGINT, self.request)
+        if _ranks.is_on():  # torchrun sends it after a Ctrl-C, and waits 30 s before it kills
+            signal.signal(signal.SIGTERM, self.request)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +74,7 @@ class Training:
         self.mode, self.seed, self.config, self.data = mode, seed, config, data
         self.device = torch.device(config.device)
         # The ragged last batch is left out: every iteration timed has the same size.
-        self.steps_per_epoch = len(data["train"]) // config.batch_size
+        self.steps_per_epoch = len(data["train"]) // config.global_batch_size
         total_steps = config.epochs * self.steps_per_epoch
         # On a CPU, where an iteration is slow and nothing is captured, a short run is timed too.
         self.warm_up = WARM_UP if self.device.type == "cuda" else min(WARM_UP, total_steps // 4)
@@ -85,6 +88,7 @@ class Training:
             torch.cuda.empty_cache()
             self.memory_before = torch.cuda.memory_allocated()
         self.setup = build(mode, seed, num_classes, config)
+        self.setup.forward = _ranks.replicated(self.setup.forward)
         # Loss and scale of every step stay on the device until somebody looks.
         self.losses = torch.zeros(total_steps, device=self.device)
         self.scales = torch.zeros(total_steps, device=self.device)
@@ -156,9 +160,13 @@ class Training:
         # Drawn for the whole epoch, so that a resumed one goes on with the same images.
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
         count = len(self.data["train"])
-        taken = slice(start * config.batch_size, self.steps_per_epoch * config.batch_size)
-        order = torch.randperm(count, generator=generator)[taken]
-        crops = random_crops(count, generator)[:, taken] if config.augment else None
+        size = config.global_batch_size
+        taken = slice(start * size, self.steps_per_epoch * size)
+        order = _ranks.share(torch.randperm(count, generator=generator)[taken], config.batch_size)
+        crops = None
+        if config.augment:
+            crops = _ranks.share(random_crops(count, generator)[:, taken], config.batch_size)
+        first_step = self.step
         next_report = began = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -166,7 +174,7 @@ class Training:
         for x, y in self.data["train"](order, config.batch_size, setup.memory_format, crops):
             self.iterate(x, y)
             clock.mark()
-            if stop.requested:
+            if _ranks.any_stops(stop.requested, self.step):
                 break
             if self.untimed == self.warm_up and len(clock.marks) == 2 and clock.cuda:
                 # cuDNN's search for algorithms is over. A graph's capture is still to come, and has
@@ -183,24 +191,25 @@ class Training:
         if clock.cuda:
             peak = torch.cuda.max_memory_allocated() - self.memory_before
             self.peak_memory = max(self.peak_memory, peak)
+        _ranks.summed(self.losses[first_step : self.step]).div_(config.processes)
         self.check()
         report(self)
-        return not stop.requested
+        return not _ranks.any_stops(stop.requested)
 
     @torch.no_grad()
     def evaluate(self, stop: StopFlag) -> bool:
         """Accuracy on the test set in percent, under the mode's autocast; False if stopped."""
         model, count = self.setup.model.eval(), len(self.data["test"])
+        _ranks.equal_buffers(model)
+        own = torch.arange(count)[_ranks.rank() :: _ranks.world_size()]
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
-        for x, y in self.data["test"](
-            torch.arange(count), self.config.batch_size, self.setup.memory_format
-        ):
+        for x, y in self.data["test"](own, self.config.batch_size, self.setup.memory_format):
             with self.setup.autocast():
                 correct += (model(x).argmax(1) == y).sum()
-            if stop.requested:
+            if stop.requested and not _ranks.is_on():
                 return False
         model.train()
-        self.accuracies.append(100 * correct.item() / count)
+        self.accuracies.append(100 * _ranks.summed(correct).item() / count)
         self.schedule.step()
         return True
 

@@ -1,9 +1,11 @@
 """ResNet-18 on CIFAR-10: fp32, torch's AMP and mixprec side by side.
 
     python benchmarks/resnet_cifar.py
+    torchrun --nproc-per-node 8 benchmarks/resnet_cifar.py
 
 Every mode (_modes.py) starts from the same weights, sees the same batches, and is trained and timed
-by the same loop (_train.py).
+by the same loop (_train.py). torchrun's processes (_ranks.py) train together, by
+DistributedDataParallel in every mode.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import _ranks
 import torch
 from _batches import load_splits
 from _config import BenchmarkError, Config, build_parser, changed_options, resolve_device_defaults
@@ -53,8 +56,8 @@ class Benchmark:
         return benchmark
 
     def save(self, training: Training | None = None) -> None:
-        save_atomically(
-            self.out / "checkpoint.pt",
+        self.write(
+            "checkpoint.pt",
             {
                 "config": dataclasses.asdict(self.config),
                 "results": self.results,
@@ -62,14 +65,19 @@ class Benchmark:
             },
         )
 
+    def write(self, name: str, content: dict) -> None:
+        """By the first process, whose state is that of all."""
+        if _ranks.rank() == 0:
+            save_atomically(self.out / name, content)
+
     def run(self) -> bool:
         """Train what is not done yet, then report; False if interrupted."""
         config = self.config
         if config.device_type == "cuda":
-            torch.cuda.set_device(torch.device(config.device).index or 0)
+            torch.cuda.set_device(torch.device(config.device).index or _ranks.local_rank())
             torch.backends.cudnn.benchmark = not config.deterministic
             torch.backends.cudnn.deterministic = config.deterministic
-        source = open_source(config, self.console)
+        source = _ranks.one_after_the_first(lambda: open_source(config, self.console))
         config.data = source.kind
         check_model(config, source)
         if config.device_type == "cpu":
@@ -78,7 +86,9 @@ class Benchmark:
                     "Note: fp16 convolutions are slow on most CPUs; bf16 is the default here."
                 )
             if config.train_limit is None:
-                self.fit_to_cpu(source)
+                if _ranks.rank() == 0:
+                    self.fit_to_cpu(source)
+                config.train_limit = _ranks.from_rank_0(config.train_limit)
         splits = load_splits(source, config, self.console)
         height, width = source.size
         data = {
@@ -103,7 +113,7 @@ class Benchmark:
                             return False
                         del training  # before the next mode measures its memory
             finally:
-                if self.results:
+                if self.results and _ranks.rank() == 0:
                     write_files(self.out, info, self.results, config, data)
         print_report(self.console, info, self.results, config, data)
         self.console.print(
@@ -120,7 +130,7 @@ class Benchmark:
             training.load_state_dict(self.unfinished)
             self.unfinished = None
         events = None
-        if config.tensorboard:
+        if config.tensorboard and _ranks.rank() == 0:
             events = TensorBoard(self.out / "tensorboard" / f"{mode}-seed{seed}", training)
         with TrainingBar(name, training, self.console) as bar:
             while len(training.accuracies) < config.epochs:
@@ -138,8 +148,7 @@ class Benchmark:
                     f"scale {training.scales[training.step - 1]:g}",
                     soft_wrap=True,
                 )
-        weights = training.setup.model.state_dict()
-        save_atomically(self.out / f"weights-{mode}-seed{seed}.pt", weights)
+        self.write(f"weights-{mode}-seed{seed}.pt", training.setup.model.state_dict())
         self.results.append(training.result())
         self.save()
         return True
@@ -157,9 +166,16 @@ class Benchmark:
                 setup.train_step(x, y)
             seconds_per_image += (time.perf_counter() - began) / count
         # A fifth is left for evaluation.
-        allowed = 0.8 * CPU_SECONDS / (config.epochs * len(config.seeds) * seconds_per_image)
+        allowed = (
+            0.8
+            * CPU_SECONDS
+            * config.processes
+            / (config.epochs * len(config.seeds) * seconds_per_image)
+        )
         # Coarse steps (1, 1.5, 2, 3, 4, 6 ...), so that one machine nearly always gets one size.
-        sizes = [config.batch_size * factor * 2**power for power in range(20) for factor in (2, 3)]
+        sizes = [
+            config.global_batch_size * factor * 2**power for power in range(20) for factor in (2, 3)
+        ]
         fitting = max([sizes[0]] + [size for size in sizes if size <= allowed])
         config.train_limit = min(fitting, source.counts["train"])
         self.console.print(
@@ -196,9 +212,14 @@ def start(given: dict, console: Console) -> Benchmark:
                 f"{', '.join(changed)}, or start a new run"
             )
         resolve_device_defaults(benchmark.config)
+        if benchmark.config.processes != _ranks.world_size():
+            raise BenchmarkError(
+                f"--resume: the run in {benchmark.out} has {benchmark.config.processes} processes, "
+                f"not {_ranks.world_size()}: {command(benchmark)}"
+            )
         return benchmark
     out = Path(given.pop("out", time.strftime("runs/resnet_cifar-%Y%m%d-%H%M%S")))
-    config = Config(**given)
+    config = Config(**given, processes=_ranks.world_size())
     resolve_device_defaults(config)
     if (out / "checkpoint.pt").exists():
         raise BenchmarkError(
@@ -210,17 +231,44 @@ def start(given: dict, console: Console) -> Benchmark:
     return benchmark
 
 
+def start_together(given: dict, console: Console) -> Benchmark:
+    """The first process looks at the files, and tells the others; none goes on alone."""
+    found: tuple = ()
+    if _ranks.rank() == 0:
+        try:
+            benchmark = start(given, console)
+            found = benchmark.config, benchmark.out, benchmark.results, benchmark.unfinished
+        except (BenchmarkError, OSError):
+            _ranks.from_rank_0(found)
+            raise
+    found = _ranks.from_rank_0(found)
+    if not found:
+        raise BenchmarkError("the first process could not start")
+    benchmark = Benchmark(found[0], found[1], console)
+    benchmark.results, benchmark.unfinished = found[2:]
+    return benchmark
+
+
+def command(benchmark: Benchmark) -> str:
+    count = benchmark.config.processes
+    launcher = ["python"] if count == 1 else ["torchrun", "--nproc-per-node", str(count)]
+    return shlex.join([*launcher, sys.argv[0], "--resume", str(benchmark.out)])
+
+
 def main(arguments: list[str] | None = None) -> int:
     console = Console(highlight=False)
     benchmark = None
     try:
-        benchmark = start(vars(build_parser().parse_args(arguments)), console)
+        given = vars(build_parser().parse_args(arguments))
+        _ranks.start()
+        console.quiet = _ranks.rank() > 0
+        benchmark = start_together(given, console)
         if benchmark.run():
             return 0
     except KeyboardInterrupt:  # before the training began
         pass
     except (BenchmarkError, OSError) as error:
-        return fail(str(error))
+        return fail(str(error)) if benchmark or _ranks.rank() == 0 else 2
     except RuntimeError as error:
         # On a CPU, torch raises no class of its own for this.
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
@@ -234,8 +282,8 @@ def main(arguments: list[str] | None = None) -> int:
     if benchmark is None:
         print("interrupted before the run began", file=sys.stderr)
     else:
-        command = shlex.join(["python", sys.argv[0], "--resume", str(benchmark.out)])
-        print(f"interrupted; go on with: {command}", file=sys.stderr)
+        if _ranks.rank() == 0:
+            print(f"interrupted; go on with: {command(benchmark)}", file=sys.stderr)
     return 130
 
 
@@ -245,4 +293,4 @@ def fail(message: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _ranks.leave(main())

@@ -41,6 +41,7 @@ struct OverflowArguments {
   const float* found_inf;                // 0: no record changes, and no gradient is read
   const float* grad_scale;               // of the check; null: not scaled
   bool unscaled;                         // the check has written grad / grad_scale back
+  bool ends_step;                        // no other gradients of this step come after these
 };
 
 struct SgdData {          // the same number of elements each

@@ -11,7 +11,7 @@ def check(
     norm_type: float | None,
     workspaces: dict[torch.device, Tensor],
     records: dict[torch.device, Tensor] | None,
-) -> dict[torch.device, tuple[Tensor, Tensor | None]]: ...
+) -> list[tuple[Tensor, Tensor | None, Any]]: ...
 def sgd_step(
     param_groups: list[dict[str, Any]],
     state: dict[Tensor, dict[str, Any]],

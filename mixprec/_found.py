@@ -21,6 +21,7 @@ class Found:
         self.watched: list[tuple[Any, ...]] = []  # for _C.fingerprint
         self.optimizers: list[Optimizer] = []
         self.scalers: list[torch.amp.GradScaler] = []
+        self.ddps: list[nn.parallel.DistributedDataParallel] = []
         self._tensors: dict[int, Tensor] = {}
         self._seen: set[int] = set()
         self._in_modules: set[int] = set()
@@ -42,6 +43,16 @@ class Found:
     def params(self) -> list[Tensor]:
         """Tensors that may have a gradient."""
         return [t for t in self.tensors if t.is_leaf and (t.requires_grad or t.grad is not None)]
+
+    def refusal(self) -> str | None:
+        """Why no graph can hold what it found."""
+        if any(hasattr(tensor, "device_mesh") for tensor in self.tensors):
+            return "fully_shard makes and frees its weights within a step"
+        for ddp in self.ddps:
+            backend = torch.distributed.get_backend(ddp.process_group)
+            if "nccl" not in backend:
+                return f"its DistributedDataParallel communicates by {backend}; a graph needs NCCL"
+        return None
 
     def visit(self, found: Any) -> None:
         if id(found) in self._seen:
@@ -102,6 +113,8 @@ class Found:
 
     def visit_module(self, module: nn.Module) -> None:
         self._seen.add(id(module))
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            self.ddps.append(module)
         self.watched.append((vars(module), ("training",)))
         for tensors_or_modules in (module._parameters, module._buffers, module._modules):
             self.watched.append((tensors_or_modules,))

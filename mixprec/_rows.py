@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._mesh import local
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -21,6 +23,7 @@ def named_params(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def elements(grad: Tensor) -> Tensor:
+    grad = local(grad)
     return grad.coalesce().values() if grad.is_sparse else grad
 
 

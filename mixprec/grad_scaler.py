@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from . import _C
+from ._mesh import reduced
 from .autocast import default_device_type
 from .overflow import OverflowReport, overflow_report
 from .sgd import SGD
@@ -44,7 +45,8 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: back off at the ``hysteresis``-th overflow since the scale last grew, and at
             each one after it (Megatron-LM's rule); default 1, torch's rule.
         process_group: a ``torch.distributed`` group whose members skip a step together, when one of
-            them overflows; for sharded models. DDP needs none: its replicas have equal gradients.
+            them overflows; for models that are sharded otherwise than by ``fully_shard``, whose
+            DTensors tell by themselves. DDP needs none: its replicas have equal gradients.
         record_overflow: keep on the device, for :meth:`report_overflow` and
             :class:`mixprec.OverflowLog`, which gradients held inf or NaN. One more launch a step,
             which reads the gradients only where the step is skipped.
@@ -145,7 +147,9 @@ class GradScaler(torch.amp.GradScaler):
             self._workspaces,
             records if self.record_overflow and not self._was_checked(optimizer) else None,
         )
-        found_infs = {device: found_inf for device, (found_inf, _) in results.items()}
+        if any(dtensor is not None for *_, dtensor in results):
+            results = [reduced(results, norm_type)]
+        found_infs = {found_inf.device: found_inf for found_inf, *_ in results}
         if self._process_group is not None:
             # Each member takes part once, also one whose parameters have no gradient.
             found_inf = self._combined(found_infs)
@@ -157,7 +161,7 @@ class GradScaler(torch.amp.GradScaler):
             self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         if norm_type is None:
             return found_infs, None
-        norms = [norm for _, norm in results.values() if norm is not None]
+        norms = [norm for _, norm, _ in results if norm is not None]
         if len(norms) == 1:
             return found_infs, norms[0]
         device = norms[0].device if norms else torch.device("cpu")

@@ -32,6 +32,7 @@ __all__ = ["graphed"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _WARM_UP = 3  # calls: state is made, cuDNN has chosen its algorithms, torch.compile has compiled
+_WARM_UP_DDP = 11  # DistributedDataParallel times its first ten, and waits for the device to do so
 _MAX_PASSED = 16  # models and the like that are passed as arguments, watched at once
 _MAX_KEYS = 64  # signatures whose calls are counted
 _UNSTABLE = 10  # calls in a row, each of which changed what a graph would have to hold
@@ -75,6 +76,9 @@ def graphed(function: Any = None, *, enabled: bool = True, max_graphs: int = 8) 
     - ``scaler.step`` needs an optimizer that skips on the device: :class:`mixprec.SGD`, or torch's
       with ``fused=True`` (whose learning rate may be scheduled; other hyperparameters, where they
       change, cost a graph each).
+    - ``DistributedDataParallel`` needs NCCL, eleven calls before the capture, and to be made on a
+      side stream: ``with torch.cuda.stream(torch.cuda.Stream()): model = DDP(model)``. With
+      ``fully_shard`` the calls run as usual.
     - On a CPU, and inside another capture, it is the plain call.
 
     Args:
@@ -173,7 +177,8 @@ class _Runner:
                 return graph.replay(leaves)
         calls = self.calls.get(key, 0)
         with torch.cuda.device(device):
-            if is_stable and calls >= _WARM_UP and self.may_capture(leaves, device):
+            warm_up = _WARM_UP_DDP if found.ddps else _WARM_UP
+            if is_stable and calls >= warm_up and self.may_capture(leaves, device):
                 captured = self.capture(leaves, spec, device)
                 if captured is not None:
                     self.graphs.setdefault(key, []).append(captured)
@@ -198,6 +203,9 @@ class _Runner:
         return self.found
 
     def may_capture(self, leaves: list[Any], device: torch.device) -> bool:
+        assert self.found is not None
+        if not self.refusal and (reason := self.found.refusal()):
+            self.refuse(reason)
         if self.refusal or not all(_can_be_static(leaf, device) for leaf in leaves):
             return False
         if sum(map(len, self.graphs.values())) >= self.max_graphs:

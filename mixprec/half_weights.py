@@ -1,5 +1,6 @@
 """Half-precision storage for the weights that autocast would cast at every use."""
 
+import gc
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +48,8 @@ def half_weights(
     Raises:
         ValueError: a weight is beyond the range of ``dtype`` (65504 for float16); the message names
             it, and nothing has been changed.
+        RuntimeError: the model is in ``DistributedDataParallel`` already, or sharded by
+            ``fully_shard``; nothing has been changed.
 
     Example::
 
@@ -62,6 +65,7 @@ def half_weights(
             f"grad_dtype needs Tensor.grad_dtype, which torch {torch.__version__} does not have; "
             "leave it out, or install torch >= 2.10"
         )
+    _check_not_distributed(model)
     chosen = _castable(model)
     exact = {name: param.detach() for name, param in chosen.items()}
     halves = {name: value.to(dtype) for name, value in exact.items()}
@@ -79,6 +83,31 @@ def half_weights(
         if grad_dtype is not None and hasattr(param, "grad_dtype"):
             param.grad_dtype = grad_dtype
     return model
+
+
+def _check_not_distributed(model: nn.Module) -> None:
+    if _is_in_ddp(set(model.parameters())):
+        raise RuntimeError(
+            "DistributedDataParallel has these weights, and its buckets keep their old dtype; call "
+            "half_weights first: DistributedDataParallel(half_weights(model))"
+        )
+    if any(hasattr(param, "device_mesh") for param in model.parameters()):
+        raise RuntimeError(
+            "fully_shard keeps fp32 masters and casts what it gathers: leave half_weights out, and "
+            "give it mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16)"
+        )
+
+
+def _is_in_ddp(params: set[nn.Parameter]) -> bool:
+    """Nothing on a wrapped module or its parameters tells of the wrapper."""
+    if not _is_distributed():
+        return False
+    gc.collect()  # a wrapper that was dropped
+    return any(
+        not params.isdisjoint(wrapper.parameters())
+        for wrapper in gc.get_objects()
+        if issubclass(type(wrapper), nn.parallel.DistributedDataParallel)
+    )
 
 
 def _castable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -15,6 +15,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.optim.optimizer import ParamsT
 
 from . import _C
+from ._mesh import local
 from .half_weights import forget_exact, initial_master
 
 __all__ = ["SGD"]
@@ -58,7 +59,8 @@ class SGD(torch.optim.SGD):
 
     Args:
         params: parameters, named parameters or groups, as in torch. Dense tensors on CPU or CUDA:
-            float32, float16, bfloat16, on the CPU float64 too.
+            float32, float16, bfloat16, on the CPU float64 too. Of DTensors (``fully_shard``) each
+            process steps on what it has, and state is DTensors too.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch. A tensor ``lr`` is
             read at each step, which syncs if it is on the GPU.
         foreach, fused, differentiable: torch's; ``differentiable=True`` is refused.
@@ -68,7 +70,8 @@ class SGD(torch.optim.SGD):
 
     Raises:
         ValueError, RuntimeError, TypeError: bad hyperparameters, a parameter twice, sparse or
-            complex tensors, a gradient of another shape or device. Nothing has been changed then.
+            complex tensors, a gradient of another shape, device or placement. Nothing has been
+            changed then.
 
     Example::
 
@@ -245,7 +248,7 @@ def _owned_state(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 def _written(values: dict[str, Any]) -> dict[str, Any]:
     """A parameter's state without momentum that is_unwritten (csrc/arithmetic.h)."""
-    momentum = values.get("momentum_buffer")
+    momentum = local(values.get("momentum_buffer"))
     if momentum is not None and momentum.numel() > 0:
         first = momentum.detach().as_strided((1,), (1,))
         if first.view(torch.int64 if first.dtype is torch.float64 else torch.int32).item() == -1:

@@ -70,3 +70,16 @@ def run(capsys, tmp_path, monkeypatch):
         return code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def processes(request, tmp_path_factory):
+    """`processes(2, "job")` is what that job of the distributed tests returned on each rank."""
+    import torch
+    from workers import Processes
+
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no distributed package")
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return Processes(tmp_path_factory.mktemp(f"processes-{request.param}"), request.param)

@@ -1,100 +1,77 @@
-"""What the processes of test_process_group.py run; a spawned process imports it by name."""
+"""Runs the jobs of the distributed tests: each world size is one spawn, for importing torch takes
+seconds. A spawned process imports this by name."""
 
+import importlib
 import os
+import traceback
+from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.multiprocessing as mp
 
-import mixprec
+MODULES = (
+    "group_jobs",
+    "ddp_jobs",
+    "fsdp_jobs",
+    "fsdp_state_jobs",
+    "zero_jobs",
+)  # JOBS of each: {world size: jobs}
 
-WORLD_SIZE = 2
+
+class Processes:
+    """Call it with a world size and a job's name for what that job returned, by rank."""
+
+    def __init__(self, folder, device_type):
+        self.folder, self.device_type, self.results = folder, device_type, {}
+
+    def __call__(self, world_size, name):
+        if world_size not in self.results:
+            if world_size > 2:  # they load what two have saved
+                self(2, "checkpoint_saved")
+            mp.spawn(worker, (world_size, self.folder, self.device_type), nprocs=world_size)
+            self.results[world_size] = [
+                torch.load(self.folder / f"results-{rank}-{world_size}")
+                for rank in range(world_size)
+            ]
+        found = [result.get(name, "an earlier job failed") for result in self.results[world_size]]
+        for result in found:
+            if isinstance(result, str):
+                (pytest.skip if result.startswith("skip ") else pytest.fail)(result)
+        return found
 
 
-def worker(rank, folder):
-    """Leaves what each job returned, by its name, in a file."""
+def worker(rank, world_size, folder, device_type):
+    """Leaves what each job returned in a file; after a failure the ranks are no longer in step."""
+    os.chdir(folder)
     torch.set_num_threads(1)
-    rendezvous = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", rendezvous, rank=rank, world_size=WORLD_SIZE)
-    try:
-        torch.save({job.__name__: job(rank) for job in JOBS}, f"{folder}/results-{rank}")
-    finally:
-        dist.destroy_process_group()
+    device, backend = torch.device("cpu"), "gloo"
+    if device_type == "cuda":
+        has_all = torch.cuda.device_count() >= world_size
+        device = torch.device("cuda", rank if has_all else 0)
+        backend = "cpu:gloo,cuda:nccl" if has_all else "gloo"  # NCCL: one process a GPU
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        f"file://{folder}/rendezvous-{world_size}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    results = {}
+    modules = [importlib.import_module(name) for name in MODULES]
+    for job in [job for module in modules for job in module.JOBS.get(world_size, ())]:
+        try:
+            results[job.__name__] = job(rank, device)
+        except Exception as error:
+            if device_type == "cuda" and backend == "gloo" and "support" in str(error):
+                results[job.__name__] = f"skip gloo on CUDA tensors: {error}"
+                continue
+            results[job.__name__] = traceback.format_exc()
+            break
+    torch.save(results, f"results-{rank}-{world_size}")
+    dist.destroy_process_group()
     # A thread of gloo may be about to free a broadcast's tensor: with the interpreter at its end,
     # torch aborts then.
     os._exit(0)
-
-
-def step_with_group(rank):
-    """One rank overflows, in the second iteration."""
-    param = nn.Parameter(torch.ones(3))
-    optimizer = mixprec.SGD([param], lr=0.5)
-    scaler = mixprec.GradScaler("cpu", init_scale=4.0, process_group=dist.group.WORLD)
-    seen = []
-    for i in range(4):
-        param.grad = torch.full((3,), torch.inf if (i, rank) == (1, 1) else 1.0)
-        scaler.scale(torch.zeros(()))
-        if i == 3:
-            scaler.clip_grad_norm_(optimizer, 1.0)
-        scaler.step(optimizer)
-        (found_inf,) = scaler._found_inf_per_device(optimizer).values()
-        seen.append((found_inf.item(), param[0].item()))
-        scaler.update()
-    return seen, scaler.get_scale(), scaler.steps_skipped
-
-
-def without_gradients_on_one_rank(rank):
-    """A rank without gradients takes part in the reduction too, else the others wait for ever."""
-    param = nn.Parameter(torch.ones(3))
-    scaler = mixprec.GradScaler("cpu", init_scale=4.0, process_group=dist.group.WORLD)
-    optimizer = mixprec.SGD([param], lr=0.5)
-    if rank == 0:
-        param.grad = torch.full((3,), torch.inf)
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-    scaler.update()
-    return param[0].item(), scaler.get_scale()
-
-
-def skipping_without_group(rank):
-    param = nn.Parameter(torch.ones(3))
-    optimizer, scaler = mixprec.SGD([param], lr=0.5), mixprec.GradScaler("cpu", init_scale=4.0)
-    param.grad = torch.full((3,), torch.inf if rank == 1 else 1.0)
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-    scaler.update()
-    return param[0].item(), scaler.get_scale()
-
-
-def records_with_group(rank):
-    """All skip; the one whose gradient overflowed has it on record."""
-    param = nn.Parameter(torch.ones(3))
-    optimizer = mixprec.SGD([param], lr=0.5)
-    scaler = mixprec.GradScaler("cpu", process_group=dist.group.WORLD, record_overflow=True)
-    param.grad = torch.full((3,), torch.inf if rank == 1 else 1.0)
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.steps_skipped, [row[3:] for row in scaler.report_overflow().rows]
-
-
-def masters_after_broadcast(rank):
-    """Replicas are initialised apart and made equal by a broadcast of their weights."""
-    torch.manual_seed(rank)
-    model = mixprec.half_weights(nn.Linear(9, 7))
-    for param in model.parameters():
-        dist.broadcast(param.data, 0)
-    optimizer = mixprec.SGD(model.parameters(), lr=0.5)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    return [optimizer.state[param]["master"] for param in model.parameters()]
-
-
-JOBS = (
-    step_with_group,
-    without_gradients_on_one_rank,
-    skipping_without_group,
-    records_with_group,
-    masters_after_broadcast,
-)

@@ -22,17 +22,17 @@ OverflowTotals count_chunk(const T* grad, int64_t size, float inv_scale, double 
 
 void record_overflow(const OverflowArguments& a) {
   const Chunks chunks(a.grads, [](const Data& grad) { return grad.numel; });
-  if (chunks.size() == 0) return;
-  ++a.header->steps;
-  if (*a.found_inf == 0) return;
+  const auto step = a.header->steps + 1;
+  if (a.ends_step) a.header->steps = step;
+  if (chunks.size() == 0 || *a.found_inf == 0) return;
   const float scale = a.grad_scale ? *a.grad_scale : 1.0f;
   std::vector<std::pair<int64_t, OverflowTotals>> partials(chunks.size());
   chunks.for_each([&](int64_t chunk, int64_t index, int64_t begin, int64_t end) {
     const Data& grad = a.grads[index];
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.dtype, "record_overflow", [&] {
-      partials[chunk] = {index, count_chunk(static_cast<const scalar_t*>(grad.address) + begin,
-                                            end - begin, a.unscaled ? 1.0f : inverse(scale),
-                                            a.unscaled ? scale : 1.0)};
+      partials[chunk] = {
+          index, count_chunk(static_cast<const scalar_t*>(grad.address) + begin, end - begin,
+                             a.unscaled ? 1.0f : inverse(scale), a.unscaled ? scale : 1.0)};
     });
   });
 
@@ -44,7 +44,7 @@ void record_overflow(const OverflowArguments& a) {
     total.largest = std::max(total.largest, partial.largest);
   }
   for (size_t i = 0; i < totals.size(); ++i) {
-    keep_overflow(*a.records[i], totals[i], a.header->steps);
+    keep_overflow(*a.records[i], totals[i], step);
   }
 }
 

@@ -16,7 +16,7 @@ struct Arguments {
   const float* found_inf;
   const float* grad_scale;  // null: not scaled
   bool unscaled;
-  bool is_last_list;
+  bool ends_step;
 };
 
 template <bool kFull, typename Grad>
@@ -49,14 +49,14 @@ __device__ void finish(const List& list, const Arguments& a) {
     keep_overflow(*record, totals, step);
   }
   __syncthreads();  // every thread has read the number of steps
-  if (threadIdx.x == 0 && a.is_last_list) a.header->steps = step;
+  if (threadIdx.x == 0 && a.ends_step) a.header->steps = step;
 }
 
 template <typename List>
 __global__ void __launch_bounds__(kThreads)
     record_overflow_kernel(const __grid_constant__ List list, const Arguments a) {
   if (*a.found_inf == 0) {
-    if (blockIdx.x == 0 && threadIdx.x == 0 && a.is_last_list) ++a.header->steps;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && a.ends_step) ++a.header->steps;
     return;
   }
   const float scale = a.grad_scale ? *a.grad_scale : 1.0f;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
     const void* address = list.addresses[chunk.entry][kGrad];
     const bool full = list.aligned[chunk.entry] && chunk.valid_items == kChunkSize;
     OverflowCounts<float> counts{};
-#define COUNT(GRAD)                                                \
+#define COUNT(GRAD)                                                 \
   full ? count_chunk<true, GRAD>(address, chunk, inv_scale, counts) \
        : count_chunk<false, GRAD>(address, chunk, inv_scale, counts)
     switch (static_cast<c10::ScalarType>(list.dtypes[chunk.entry])) {
@@ -115,16 +115,14 @@ void record_overflow(const OverflowArguments& o) {
   for (size_t i = 0; i < o.grads.size(); ++i) {
     const Data& grad = o.grads[i];
     if (grad.numel == 0) continue;
-    entries.push_back({{grad.address, o.records[i]},
-                       grad.numel,
-                       static_cast<int>(grad.dtype),
-                       is_aligned(grad)});
+    entries.push_back(
+        {{grad.address, o.records[i]}, grad.numel, static_cast<int>(grad.dtype), is_aligned(grad)});
   }
   const uint32_t total_chunks = count_chunks(entries);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   launch_lists(entries, [&](const auto& list, uint32_t chunks_before) {
-    const bool is_last_list = chunks_before + list.num_chunks == total_chunks;
-    const Arguments arguments{o.header, o.found_inf, o.grad_scale, o.unscaled, is_last_list};
+    const bool ends_step = o.ends_step && chunks_before + list.num_chunks == total_chunks;
+    const Arguments arguments{o.header, o.found_inf, o.grad_scale, o.unscaled, ends_step};
     const uint32_t blocks = std::min(list.num_chunks, kMaxBlocks);
     record_overflow_kernel<<<blocks, kThreads, 0, stream>>>(list, arguments);
   });

@@ -15,6 +15,11 @@ Norm norm_of_type(optional<double> norm_type) {
   return *norm_type == 2.0 ? Norm::kL2 : Norm::kInf;
 }
 
+struct Gradient {
+  Tensor tensor;
+  Place place;
+};
+
 // A device's records of one optimizer: a row for OverflowHeader, then one for each parameter, of
 // which groups that were added bring more.
 constexpr int64_t kRecordInts = sizeof(OverflowRecord) / sizeof(int64_t);
@@ -23,8 +28,8 @@ static_assert(sizeof(OverflowHeader) <= sizeof(OverflowRecord));
 Tensor records_on(py::dict records, const at::Device& device, int64_t num_params) {
   const py::object key = py::cast(device);
   const auto options = at::TensorOptions().device(device).dtype(at::kLong);
-  const Tensor old = records.contains(key) ? py::cast<Tensor>(records[key])
-                                           : at::zeros({0, kRecordInts}, options);
+  const Tensor old =
+      records.contains(key) ? py::cast<Tensor>(records[key]) : at::zeros({0, kRecordInts}, options);
   TORCH_CHECK(old.scalar_type() == at::kLong && old.dim() == 2 && old.size(1) == kRecordInts &&
                   old.device() == device && old.is_contiguous() && has_memory(old),
               "records must be n x ", kRecordInts, " x Long on ", device);
@@ -35,38 +40,64 @@ Tensor records_on(py::dict records, const at::Device& device, int64_t num_params
   return grown;
 }
 
-struct Gradient {
-  Tensor tensor;
-  Place place;
-};
-
 // The rows of `records` say which gradients held inf or NaN.
 void record_overflow(const Tensor& records, const std::vector<Gradient>& grads,
-                     const std::vector<int64_t>& first_row, CheckArguments checked) {
+                     const std::vector<int64_t>& first_row, CheckArguments checked,
+                     bool ends_step) {
   auto* rows = address_of<OverflowRecord>(records);
   OverflowArguments arguments{std::move(checked.grads),
                               {},
                               reinterpret_cast<OverflowHeader*>(rows),
                               checked.found_inf,
                               checked.grad_scale,
-                              checked.unscale};
+                              checked.unscale,
+                              ends_step};
   for (const Gradient& grad : grads) {
     arguments.records.push_back(rows + first_row[grad.place.group] + grad.place.index);
   }
   DISPATCH(records.device(), record_overflow(arguments));
 }
 
-// One pass over the gradients of an optimizer. Returns {device: (found_inf, norm or None)}.
-py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale, bool unscale,
+// Gradients that share a device and, of DTensors, placements.
+struct Part {
+  at::Device device;
+  py::object dtensor;  // None, or the first of the parameters
+  std::vector<Gradient> grads;
+};
+
+std::vector<Gradient>& part_of(std::vector<Part>& parts, const py::object& dtensor,
+                               const at::Device& device, const Place& place) {
+  for (Part& part : parts) {
+    if (dtensor.is_none() || part.dtensor.is_none()) {
+      if (dtensor.is(part.dtensor) && device == part.device) return part.grads;
+      continue;
+    }
+    TORCH_CHECK_VALUE(dtensor.attr("device_mesh").equal(part.dtensor.attr("device_mesh")), place,
+                      " is on another device mesh than those before it, so that no one all-reduce "
+                      "can tell all of them of an overflow; give each mesh an optimizer");
+    if (device == part.device &&
+        dtensor.attr("placements").equal(part.dtensor.attr("placements"))) {
+      return part.grads;
+    }
+  }
+  return parts.emplace_back(Part{device, dtensor, {}}).grads;
+}
+
+// One pass over the gradients of an optimizer. Returns [(found_inf, norm or None, dtensor or None)]
+// for each device, and of DTensors for each kind of placements, which the DTensor shows.
+py::list check(const py::list& param_groups, const optional<Tensor>& grad_scale, bool unscale,
                optional<double> norm_type, py::dict workspaces, const optional<py::dict>& records) {
   const c10::NoGradGuard no_grad;
   const Norm norm = norm_of_type(norm_type);
-  std::vector<std::pair<at::Device, std::vector<Gradient>>> grads_by_device;
+  std::vector<Part> parts;
   std::vector<std::pair<Tensor, Tensor>>
       copies;  // a gradient that is not dense, and its dense copy
 
-  for_each_grad(param_groups, [&](PyObject*, const Tensor& param, const Tensor& found,
+  for_each_grad(param_groups, [&](PyObject* object, const Tensor& param, const Tensor& found,
                                   const Place& place) {
+    const bool is_dtensor = !param.is_same(THPVariable_Unpack(object));
+    const py::object dtensor =
+        is_dtensor ? py::reinterpret_borrow<py::object>(object) : py::object(py::none());
     Tensor grad = found;
     if (grad.is_sparse()) {
       // As torch does: of duplicates that are still to be added up, fp16's sum may overflow.
@@ -87,7 +118,7 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
       copies.emplace_back(grad, grad.contiguous());
       grad = copies.back().second;
     }
-    of_device(grads_by_device, grad.device()).push_back({grad, place});
+    part_of(parts, dtensor, grad.device(), place).push_back({grad, place});
   });
   std::vector<int64_t> first_row{1};  // of each group in the records
   for (const auto& group : param_groups) {
@@ -95,8 +126,9 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
     first_row.push_back(first_row.back() + static_cast<int64_t>(params.size()));
   }
 
-  py::dict result;
-  for (const auto& [device, grads] : grads_by_device) {
+  py::list result;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto& [device, dtensor, grads] = parts[i];
     const auto scalars = at::TensorOptions().device(device).dtype(at::kFloat);
     const Tensor scale = scalar_on(grad_scale, device, "grad_scale");
     const Tensor found_inf = at::empty({}, scalars);
@@ -118,11 +150,16 @@ py::dict check(const py::list& param_groups, const optional<Tensor>& grad_scale,
                              address_of<void>(workspace)};
     for (const Gradient& grad : grads) arguments.grads.push_back(data_of(grad.tensor));
     DISPATCH(device, check(arguments));
-    if (records) record_overflow(rows, grads, first_row, std::move(arguments));
+    if (records) {
+      const bool ends_step =
+          std::none_of(parts.begin() + i + 1, parts.end(),
+                       [device = device](const Part& later) { return later.device == device; });
+      record_overflow(rows, grads, first_row, std::move(arguments), ends_step);
+    }
     if (unscale)
       for (const Gradient& grad : grads) bump_version(grad.tensor);
-    result[key] =
-        py::make_tuple(found_inf, norm_out.defined() ? py::object(py::cast(norm_out)) : py::none());
+    result.append(py::make_tuple(
+        found_inf, norm_out.defined() ? py::object(py::cast(norm_out)) : py::none(), dtensor));
   }
   if (unscale)
     for (auto& [grad, copy] : copies) grad.copy_(copy);

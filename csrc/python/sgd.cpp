@@ -90,7 +90,7 @@ Tensor find_state(const py::dict& state, const py::str& name, const Tensor& para
   if (found == nullptr || found == Py_None) return {};
   TORCH_CHECK_TYPE(THPVariable_Check(found), what, " of ", place, " is a ", Py_TYPE(found)->tp_name,
                    ", not a tensor");
-  const Tensor& tensor = THPVariable_Unpack(found);
+  const Tensor& tensor = local(THPVariable_Unpack(found));
   TORCH_CHECK(tensor.sizes() == param.sizes(), what, " of ", place, " has shape ", tensor.sizes(),
               ", its parameter ", param.sizes(), "; was the state of another model loaded?");
   check_memory(tensor, what, place);
@@ -103,8 +103,18 @@ struct NewState {
   PyObject* param;
   py::dict state;
   const py::str& name;
-  Tensor tensor;
+  py::object tensor;
 };
+
+// State of a DTensor is a DTensor, as torch.optim.SGD's is: checkpoints are sharded by it.
+py::object placed_like(PyObject* param, const Tensor& tensor) {
+  const auto object = py::reinterpret_borrow<py::object>(param);
+  if (local(THPVariable_Unpack(param)).is_same(THPVariable_Unpack(param))) return py::cast(tensor);
+  return object.attr("from_local")(tensor, object.attr("device_mesh"), object.attr("placements"),
+                                   py::arg("run_check") = false,
+                                   py::arg("shape") = object.attr("shape"),
+                                   py::arg("stride") = object.attr("stride")());
+}
 
 // The same, made by `create` where there is none, and brought to the parameter's device, order in
 // memory and this dtype where a checkpoint or a user left another.
@@ -121,7 +131,7 @@ Tensor state_tensor(std::vector<NewState>& made, PyObject* object, const py::dic
   } else if (!is_new) {
     return tensor;
   }
-  made.push_back({object, state, name, tensor});
+  made.push_back({object, state, name, placed_like(object, tensor)});
   return tensor;
 }
 
@@ -249,7 +259,7 @@ void sgd_step(const py::list& param_groups, const py::dict& state, const py::obj
             // -2^15 is a tie, which bfloat16's plain rounding takes to another weight.
             if (!store_param_remainders) found = found.clamp_min(-0x7FFF);
           } else {
-            found = py::cast<Tensor>(initial_master(py::handle(object)));
+            found = local(py::cast<Tensor>(initial_master(py::handle(object))));
             if (!store_param_remainders) return found;
           }
           return converted(param, found, kept_dtype);

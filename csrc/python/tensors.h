@@ -127,12 +127,33 @@ inline void check_readable(const Tensor& tensor, const char* what, const Place& 
   TORCH_CHECK(
       !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage(), "the ", what, " of ",
       place,
-      " is a tensor subclass without memory of its own (DTensor, say), which mixprec can't read");
+      " is a tensor subclass without memory of its own, which mixprec can't read");
   check_memory(tensor, what, place);
   check_dtype(tensor, what, place);
 }
 
-// Calls f(parameter's Python object, parameter, gradient, place) for each that has a gradient.
+// What this process has of a DTensor, which its Python object holds; other tensors as they are.
+inline const Tensor& local(const Tensor& tensor) {
+  if (!tensor.key_set().has(c10::DispatchKey::Python)) return tensor;
+  const py::object shard = py::getattr(py::cast(tensor), "_local_tensor", py::none());
+  return THPVariable_Check(shard.ptr()) ? THPVariable_Unpack(shard.ptr()) : tensor;
+}
+
+// A gradient that is still to be added up over a mesh (Partial), say, must not be stepped with.
+inline void check_placements(const Tensor& param, const Tensor& grad, const Place& place) {
+  if (!(param.key_set() | grad.key_set()).has(c10::DispatchKey::Python)) return;
+  const auto placements = [](const Tensor& tensor) -> py::object {
+    return py::getattr(py::cast(tensor), "placements", py::none());
+  };
+  const auto of_param = placements(param), of_grad = placements(grad);
+  TORCH_CHECK_VALUE(of_param.equal(of_grad), place, " has the placements ",
+                    std::string(py::str(of_param)), ", its gradient ",
+                    std::string(py::str(of_grad)),
+                    "; redistribute() the gradient as its parameter is before the step");
+}
+
+// Calls f(parameter's Python object, parameter, gradient, place) for each that has a gradient; of a
+// DTensor, parameter and gradient are what this process has of it.
 template <typename F>
 void for_each_grad(const py::list& param_groups, F f) {
   for (size_t group = 0; group < param_groups.size(); ++group) {
@@ -143,7 +164,10 @@ void for_each_grad(const py::list& param_groups, F f) {
       TORCH_CHECK_TYPE(THPVariable_Check(object), place, " is a ", Py_TYPE(object)->tp_name,
                        ", not a tensor");
       const Tensor& param = THPVariable_Unpack(object);
-      if (param.grad().defined()) f(object, param, param.grad(), place);
+      const Tensor& grad = param.grad();
+      if (!grad.defined()) continue;
+      check_placements(param, grad, place);
+      f(object, local(param), local(grad), place);
     }
   }
 }

@@ -1,0 +1,109 @@
+"""More of what the processes of test_fsdp.py run: checkpoints and errors; see workers.py."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from fsdp_jobs import OPTIONS, set_grads, sharded_model, spoil, tensors_of
+from helpers import params_of
+from torch import nn
+
+import mixprec
+from mixprec._found import Found
+
+with contextlib.suppress(ImportError):  # a torch without distributed
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.tensor import (
+        DTensor,
+        Partial,
+        Replicate,
+        Shard,
+        distribute_tensor,
+        init_device_mesh,
+    )
+
+
+def checkpoint_saved(rank, device):
+    """Three steps, a checkpoint, two more: what another number of processes has to continue to."""
+    model = sharded_model(device, (2,))
+    optimizer = mixprec.SGD(model.parameters(), **OPTIONS)
+    continued(optimizer, range(3))
+    save(model, optimizer)
+    continued(optimizer, range(3, 5))
+    return tensors_of(optimizer)
+
+
+def save(model, optimizer):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id="checkpoint")
+
+
+def continued(optimizer, seeds):
+    for seed in seeds:
+        set_grads(optimizer, seed, 1.0)
+        optimizer.step()
+    return tensors_of(optimizer)
+
+
+def load(model, folder="checkpoint"):
+    optimizer = mixprec.SGD(model.parameters(), lr=1.0, momentum=0.1)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return continued(optimizer, range(3, 5))
+
+
+def checkpoint_loaded(rank, device):
+    return load(sharded_model(device, (dist.get_world_size(),)))
+
+
+def refusals(rank, device):
+    """Messages of what can't work, each before anything changes."""
+    world = dist.get_world_size()
+    model = sharded_model(device, (world,))
+    optimizer = mixprec.SGD(model.parameters(), **OPTIONS)
+    before = tensors_of(optimizer)
+    mesh = init_device_mesh(device.type, (world,))
+    other_mesh = init_device_mesh(device.type, (world, 1))
+    last = params_of(optimizer)[-1]
+    partial = DTensor.from_local(torch.ones(5, device=device), mesh, [Partial()])
+    ones = torch.ones(4, device=device)
+    foreign = nn.Parameter(distribute_tensor(ones, other_mesh, [Shard(0), Replicate()]))
+    messages = []
+
+    def refused(function, *args):
+        try:
+            function(*args)
+        except (RuntimeError, ValueError) as error:
+            messages.append(str(error))
+
+    refused(mixprec.half_weights, model)
+    set_grads(optimizer, seed=0, scale=1.0)
+    last.grad = partial
+    refused(optimizer.step)
+    set_grads(optimizer, seed=0, scale=1.0)
+    optimizer.add_param_group({"params": [foreign]})
+    foreign.grad = foreign.detach().clone()
+    scaler = mixprec.GradScaler(device.type)
+    scaler.scale(torch.zeros((), device=device))
+    refused(scaler.step, optimizer)
+    del optimizer.param_groups[1]
+    same = all(map(torch.equal, before, tensors_of(optimizer)))
+    return messages, same and not optimizer.state, Found([model]).refusal()
+
+
+def report_of_one_rank(rank, device):
+    """Names what this rank's shards hold, without a collective for the others to join."""
+    model = sharded_model(device, (dist.get_world_size(),))
+    optimizer = mixprec.SGD(model.named_parameters(), **OPTIONS)
+    scaler = mixprec.GradScaler(device.type)
+    set_grads(optimizer, seed=0, scale=1.0)
+    if rank == 1:
+        spoil(optimizer, index=0)
+    scaler.scale(torch.zeros((), device=device))
+    scaler.step(optimizer)
+    return [scaler.report_overflow()] if rank == 1 else []
+
+
+JOBS = {2: [checkpoint_saved, refusals, report_of_one_rank], 4: [checkpoint_loaded]}

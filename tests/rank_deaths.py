@@ -1,0 +1,45 @@
+"""What the processes of test_rank_death.py run; a spawned process imports it by name."""
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from fsdp_jobs import OPTIONS, set_grads, sharded_model
+from fsdp_state_jobs import continued, save
+
+import mixprec
+
+TIMEOUT = 5  # seconds
+
+
+def train(rank, folder, ending):
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    dist.init_process_group(
+        "gloo",
+        f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    model = sharded_model(torch.device("cpu"), (2,))
+    optimizer, scaler = mixprec.SGD(model.parameters(), **OPTIONS), mixprec.GradScaler("cpu")
+    continued(optimizer, range(3))
+    save(model, optimizer)
+    set_grads(optimizer, 3, 1.0)
+    before = [p.to_local().clone() for p in model.parameters()]
+    scaler.scale(torch.zeros(()))
+    dist.barrier()
+    if rank == 1:
+        if ending == "hangs":
+            time.sleep(2 * TIMEOUT)
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        scaler.step(optimizer)  # waits for the other's found_inf
+    except RuntimeError as error:
+        unchanged = all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
+        torch.save([str(error), time.monotonic() - began, unchanged], "seen")
+    os._exit(0)
