@@ -103,7 +103,7 @@ def report_of_one_rank(rank, device):
         spoil(optimizer, index=0)
     scaler.scale(torch.zeros((), device=device))
     scaler.step(optimizer)
-    return [scaler.report_overflow()] if rank == 1 else []
+    return [str(scaler.report_overflow())] if rank == 1 else []
 
 
 JOBS = {2: [checkpoint_saved, refusals, report_of_one_rank], 4: [checkpoint_loaded]}
