@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from helpers import assert_same_bits, params_of, random_tensor
+from helpers import assert_same_bits, counted_all_reduces, params_of, random_tensor
 from torch import nn
 
 import mixprec
@@ -68,21 +68,6 @@ def spoil(optimizer, index, value=torch.inf):
     if shard.numel():
         shard.view(-1)[-1] = value
     return shard.numel() > 0
-
-
-@contextlib.contextmanager
-def counted_all_reduces():
-    calls, all_reduce = [], dist.all_reduce
-
-    def counting(*args, **kwargs):
-        calls.append(args)
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = counting
-    try:
-        yield calls
-    finally:
-        dist.all_reduce = all_reduce
 
 
 def fsdp_training(rank, device):
