@@ -94,7 +94,7 @@ def refusals(rank, device):
 
 
 def norm_beyond_fp32(rank, device):
-    """Each shard's norm is finite, the norm of all is not: that skips the step too."""
+    """Finite gradients whose squares are not: that skips the step too, and the norm is inf."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     param = nn.Parameter(distribute_tensor(torch.ones(2, device=device), mesh, [Shard(0)]))
     optimizer, scaler = mixprec.SGD([param], lr=1.0), mixprec.GradScaler(device.type, 1.0)
