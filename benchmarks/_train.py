@@ -53,7 +53,7 @@ class StopFlag:
 
     def __enter__(self) -> StopFlag:
         self.previous = signal.signal(signal.SIGINT, self.request)
-        if _ranks.is_on():  # torchrun sends it after a Ctrl-C, and waits 30 s before it kills
+        if _ranks.is_on():  # torchrun sends this where it is told to end, and kills after 30 s
             signal.signal(signal.SIGTERM, self.request)
         return self
 
@@ -62,7 +62,8 @@ class StopFlag:
 
     def request(self, *_: object) -> None:
         self.requested = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not _ranks.is_on():  # torchrun passes on the Ctrl-C that the terminal has sent as well
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Training:

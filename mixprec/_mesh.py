@@ -40,9 +40,9 @@ def reduced(checked: list[Checked], norm_type: float | None) -> Checked:
     found_inf = found_inf > 0
     if not rest:
         return found_inf.float(), None, None
-    norm = (rest[0].sqrt() if norm_type == 2 else rest[0]).float()
-    norm = torch.where(found_inf, math.nan, norm)
-    return (found_inf | ~norm.isfinite()).float(), norm, None
+    # A sum keeps a NaN, a maximum may have lost it.
+    norm = rest[0].sqrt() if norm_type == 2 else torch.where(found_inf, math.nan, rest[0])
+    return found_inf.float(), norm.float(), None
 
 
 def local(tensor: Any) -> Any:

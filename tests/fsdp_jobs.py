@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from helpers import assert_same_bits, params_of, random_tensor
+from helpers import assert_same_bits, counted_all_reduces, params_of, random_tensor
 from torch import nn
 
 import mixprec
@@ -70,21 +70,6 @@ def spoil(optimizer, index, value=torch.inf):
     return shard.numel() > 0
 
 
-@contextlib.contextmanager
-def counted_all_reduces():
-    calls, all_reduce = [], dist.all_reduce
-
-    def counting(*args, **kwargs):
-        calls.append(args)
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = counting
-    try:
-        yield calls
-    finally:
-        dist.all_reduce = all_reduce
-
-
 def fsdp_training(rank, device):
     """Beside torch on the same DTensors, and beside mixprec on whole tensors, to the bit."""
     model = sharded_model(device, (dist.get_world_size(),))
@@ -138,7 +123,8 @@ def overflow_in_one_shard(rank, device):
                     continue
                 scaler.scale(torch.zeros((), device=device))
                 with counted_all_reduces() as calls:
-                    norm = scaler.clip_grad_norm_(optimizer, 1.0) if index else None
+                    kind = torch.inf if index == 2 else 2.0
+                    norm = scaler.clip_grad_norm_(optimizer, 1.0, kind) if index else None
                     scaler.step(optimizer)
                 (found_inf,) = scaler._found_inf_per_device(optimizer).values()
                 seen.append((found_inf.item(), len(calls), norm is None or bool(norm.isnan())))

@@ -93,6 +93,19 @@ def refusals(rank, device):
     return messages, same and not optimizer.state, Found([model]).refusal()
 
 
+def norm_beyond_fp32(rank, device):
+    """Finite gradients whose squares are not: that skips the step too, and the norm is inf."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    param = nn.Parameter(distribute_tensor(torch.ones(2, device=device), mesh, [Shard(0)]))
+    optimizer, scaler = mixprec.SGD([param], lr=1.0), mixprec.GradScaler(device.type, 1.0)
+    param.grad = distribute_tensor(torch.full((2,), 3e38, device=device), mesh, [Shard(0)])
+    scaler.scale(torch.zeros((), device=device))
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm.item(), param.full_tensor().tolist(), scaler.steps_skipped
+
+
 def report_of_one_rank(rank, device):
     """Names what this rank's shards hold, without a collective for the others to join."""
     model = sharded_model(device, (dist.get_world_size(),))
@@ -106,4 +119,7 @@ def report_of_one_rank(rank, device):
     return [str(scaler.report_overflow())] if rank == 1 else []
 
 
-JOBS = {2: [checkpoint_saved, refusals, report_of_one_rank], 4: [checkpoint_loaded]}
+JOBS = {
+    2: [checkpoint_saved, refusals, norm_beyond_fp32, report_of_one_rank],
+    4: [checkpoint_loaded],
+}

@@ -64,6 +64,23 @@ def poisoned_memory():
         torch.use_deterministic_algorithms(before)
 
 
+@contextlib.contextmanager
+def counted_all_reduces():
+    """Calls of torch.distributed.all_reduce."""
+    dist = torch.distributed
+    calls, all_reduce = [], dist.all_reduce
+
+    def counting(*args, **kwargs):
+        calls.append(args)
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = all_reduce
+
+
 def random_tensor(generator, shape, dtype=torch.float32, device="cpu", scale=1.0):
     """Values over some binary orders of magnitude, the same on every device."""
     exponent = torch.randint(-6, 3, shape, generator=generator)

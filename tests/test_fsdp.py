@@ -75,6 +75,10 @@ def test_refused_before_anything_changes(processes):
         assert unchanged and "fully_shard" in no_graph
 
 
+def test_norm_beyond_fp32_skips(processes):
+    assert processes(2, "norm_beyond_fp32") == [(torch.inf, [1.0, 1.0], 1)] * 2
+
+
 def test_report_on_one_rank(processes):
     line = "0.weight ([9, 8], torch.float32): 1 inf, 0 NaN of 72"
     assert processes(2, "report_of_one_rank") == [[], [line]]

@@ -27,14 +27,11 @@ class Processes:
         self.folder, self.device_type, self.results = folder, device_type, {}
 
     def __call__(self, world_size, name):
-        if world_size not in self.results:
-            if world_size > 2:  # they load what two have saved
-                self(2, "checkpoint_saved")
-            mp.spawn(worker, (world_size, self.folder, self.device_type), nprocs=world_size)
-            self.results[world_size] = [
-                torch.load(self.folder / f"results-{rank}-{world_size}")
-                for rank in range(world_size)
-            ]
+        for size in (2, world_size):  # two save a checkpoint that more of them load
+            if size not in self.results:
+                mp.spawn(worker, (size, self.folder, self.device_type), nprocs=size)
+                files = [self.folder / f"results-{rank}-{size}" for rank in range(size)]
+                self.results[size] = [torch.load(file) for file in files]
         found = [result.get(name, "an earlier job failed") for result in self.results[world_size]]
         for result in found:
             if isinstance(result, str):
