@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from ._mesh import local
 from ._rows import elements, named_params, rich_table
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class GradStatsRow(NamedTuple):
 
     Attributes:
         name: as in ``named_parameters()``, else the parameter's place in the optimizer.
-        shape: its shape.
+        shape: its shape; of a DTensor, of what this process has, and so are the shares.
         dtype: its dtype.
         zero: share with g = 0.
         subnormal: share with 0 < abs(g) < 2^-14: fp16 has fewer bits, or none, for these.
@@ -121,7 +122,7 @@ def grad_stats(source: Optimizer | nn.Module, scaler: torch.amp.GradScaler) -> G
             "step()"
         )
     grads = [
-        (name, param.shape, elements(param.grad.detach()))
+        (name, local(param).shape, elements(param.grad.detach()))
         for name, param in named
         if param.grad is not None
     ]

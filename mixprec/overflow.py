@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._mesh import local
 from ._rows import elements, named_params, rich_table
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class OverflowRow(NamedTuple):
 
     Attributes:
         name: as given to the optimizer by ``model.named_parameters()``, else its place.
-        shape: its shape.
+        shape: its shape; of a DTensor, of what this process has, and so are the counts.
         dtype: its gradient's; the parameter's own where the gradient is gone.
         inf: how many elements were inf or -inf.
         nan: how many were NaN.
@@ -86,7 +87,7 @@ def overflow_report(records: Records, is_recorded: bool) -> OverflowReport:
                 counts = _counted(param.grad)
             if counts:
                 dtype = (param if param.grad is None else param.grad).dtype
-                rows.append(OverflowRow(name, param.shape, dtype, *counts))
+                rows.append(OverflowRow(name, local(param).shape, dtype, *counts))
     return OverflowReport(rows)
 
 
