@@ -89,7 +89,7 @@ for _ in range(150):
     loss = nn.functional.cross_entropy(model(inputs), labels)
     loss.backward()
     optimizer.step()
-    losses.append(loss.item())
+    losses.append(loss.detach())
 print(f"first loss {losses[0]:.3f}, last loss {losses[-1]:.3f}")
 
 

@@ -28,8 +28,8 @@ def make_model(device):
     return nn.Sequential(nn.Linear(8, 18), nn.ReLU(), nn.Linear(18, 5)).to(device)
 
 
-def sharded_model(device, shape, names=None):
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+def sharded_model(device, shape=(), names=None, mesh=None):
+    mesh = mesh or init_device_mesh(device.type, shape, mesh_dim_names=names)
     model = make_model(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (model[0], model):
