@@ -1,6 +1,7 @@
 """Which gradients overflowed: the scaler's report, its records."""
 
 import copy
+import gc
 import pickle
 
 import numpy as np
@@ -168,6 +169,7 @@ def test_two_optimizers_and_added_groups(device):
         assert not other.report_overflow().rows
     assert scaler.state_dict().keys() == mixprec.GradScaler(device).state_dict().keys()
     del second, param
+    gc.collect()
     assert recorded(scaler.report_overflow()) == {"w": (2, 0, 0.0, 1, 2)}
 
 
