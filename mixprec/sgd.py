@@ -218,6 +218,9 @@ class SGD(torch.optim.SGD):
         }
         state["state"].update(owned)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for key, values in self.state.items():
+            if isinstance(key, Tensor) and any(name in values for name in _MASTERS):
+                forget_exact(key)
 
 
 class _Hidden:

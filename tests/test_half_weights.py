@@ -1,6 +1,7 @@
 """half_weights: what it converts, that nothing is lost, and that training has plain AMP's bits."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -106,6 +107,21 @@ def test_first_masters_are_exact(device, dtype, channels_last):
     for name, param in model.named_parameters():
         assert_same_bits(optimizer.state[param]["master"], exact[name])
         assert optimizer.state[param]["master"].stride() == param.stride()
+
+
+@pytest.mark.parametrize("load_first", [False, True])
+def test_exact_values_are_freed_once_there_is_a_master(load_first):
+    """They take as much memory as the masters do."""
+    models = [mixprec.half_weights(nn.Linear(3, 4)) for _ in range(2)]
+    optimizers = [mixprec.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    kept = [weakref.ref(param._mixprec_exact) for param in models[load_first].parameters()]
+    for param in models[0].parameters():
+        param.grad = torch.zeros_like(param)
+    optimizers[0].step()
+    if load_first:
+        assert all(exact() is not None for exact in kept)
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+    assert all(exact() is None for exact in kept)
 
 
 def test_arguments():
