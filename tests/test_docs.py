@@ -8,14 +8,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import run_python
 
 import mixprec
 
 ROOT = Path(__file__).parents[1]
 READMES = sorted(ROOT.glob("README*.md"))
-SCALING = ROOT / "docs" / "scaling.md"  # its blocks need several processes
 PAGES = [*READMES, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?<!-->\n)^( *)```python\n(.*?)^\1```", re.M | re.S)
 FIGURE = re.compile(r"\d+(?:[.,]\d+)*")
@@ -30,23 +28,13 @@ def blocks(pages):
             yield pytest.param(textwrap.dedent(found[2]), where, id=where)
 
 
-@pytest.mark.parametrize(("code", "where"), list(blocks(page for page in PAGES if page != SCALING)))
+@pytest.mark.parametrize(("code", "where"), list(blocks(PAGES)))
 def test_block(code, where, tmp_path, monkeypatch):
     """On its own, as a reader copies it, and in an empty folder."""
     for package in re.findall(r"^(?:import|from) (\w+)", code, re.M):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, where, "exec"), {"__name__": "__main__"})
-
-
-@pytest.mark.parametrize(("code", "where"), list(blocks([SCALING])))
-def test_scaling_block(code, where, tmp_path):
-    """In two processes; with GPUs, in one for each."""
-    if not torch.distributed.is_available():
-        pytest.skip("this torch has no distributed package")
-    (tmp_path / "train.py").write_text(code)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    run_python(*launcher, torch.cuda.device_count() or 2, "train.py", folder=tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +125,10 @@ def _kernels(step: Step) -> tuple[float | None, int | None]:
     repeats = 5
     torch.cuda.synchronize()
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with warnings.catch_warnings():  # its events are cleared at the end: so they should be
+            warnings.simplefilter("ignore")
+            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        with profile:
             for _ in range(repeats):
                 step()
             torch.cuda.synchronize()
