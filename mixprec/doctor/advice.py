@@ -99,8 +99,8 @@ def troubles(report: Report) -> dict[str, str]:
     else:
         no_effect = "is the data loader the limit? (mixprec.prefetch, num_workers)"
     return {
-        "loss is NaN": "scaler.report_overflow(), mixprec.find_nonfinite(model, x) name the layer; a lower "
-        "lr; softmax, norms, losses in fp32 (autocast does that, .half() does not); bfloat16",
+        "loss is NaN": "scaler.report_overflow(), mixprec.find_nonfinite(model, x) name the layer; "
+        "a lower lr; softmax, norms, losses in fp32 (autocast does it, .half() does not); bfloat16",
         "does not converge": "scaler.update() missing; clipped while scaled (scaler."
         "clip_grad_norm_); zero_grad missing; data and labels shuffled apart, or left on the CPU",
         "out of memory": "autocast, half_weights and store_param_remainders=True; smaller batches "

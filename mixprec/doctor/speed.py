@@ -124,14 +124,14 @@ def _kernels(step: Step) -> tuple[float | None, int | None]:
     """Milliseconds and number of kernels, copies and memsets of an iteration; None: no profiler."""
     repeats = 5
     torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
     try:
-        with warnings.catch_warnings():  # its events are cleared at the end: so they should be
-            warnings.simplefilter("ignore")
-            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-        with profile:
-            for _ in range(repeats):
-                step()
-            torch.cuda.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that events are cleared at the end
+            with torch.profiler.profile(activities=activities) as profile:
+                for _ in range(repeats):
+                    step()
+                torch.cuda.synchronize()
     except RuntimeError:  # another profiler is attached, say
         return None, None
     on_gpu = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
