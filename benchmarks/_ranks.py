@@ -43,7 +43,8 @@ def rank() -> int:
 
 
 def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
+    by_torchrun = dist.is_available() and dist.is_torchelastic_launched()
+    return int(os.environ["LOCAL_RANK"]) if by_torchrun else 0
 
 
 def world_size() -> int:
@@ -74,8 +75,13 @@ def replicated(model: Any) -> Any:
         return model
     on_cuda = next(model.parameters()).is_cuda
     side = torch.cuda.stream(torch.cuda.Stream()) if on_cuda else contextlib.nullcontext()
+    if on_cuda:
+        torch.cuda.synchronize()
     with side:
-        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if on_cuda:
+        torch.cuda.synchronize()
+    return model
 
 
 def share(items: torch.Tensor, batch_size: int) -> torch.Tensor:

@@ -52,13 +52,14 @@ class StopFlag:
     requested = False
 
     def __enter__(self) -> StopFlag:
-        self.previous = signal.signal(signal.SIGINT, self.request)
+        self.previous = {signal.SIGINT: signal.signal(signal.SIGINT, self.request)}
         if _ranks.is_on():  # torchrun sends this where it is told to end, and kills after 30 s
-            signal.signal(signal.SIGTERM, self.request)
+            self.previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self.request)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.previous)
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
     def request(self, *_: object) -> None:
         self.requested = True

@@ -74,7 +74,8 @@ class Benchmark:
         """Train what is not done yet, then report; False if interrupted."""
         config = self.config
         if config.device_type == "cuda":
-            torch.cuda.set_device(torch.device(config.device).index or _ranks.local_rank())
+            index = torch.device(config.device).index
+            torch.cuda.set_device(_ranks.local_rank() if index is None else index)
             torch.backends.cudnn.benchmark = not config.deterministic
             torch.backends.cudnn.deterministic = config.deterministic
         source = _ranks.one_after_the_first(lambda: open_source(config, self.console))

@@ -31,7 +31,7 @@ for _ in range(100):
         loss = F.cross_entropy(model(x), (x @ teacher).argmax(1))
         accelerator.backward(loss)
         if accelerator.sync_gradients:
-            accelerator.scaler.clip_grad_norm_(optimizer.optimizer, 1.0)
+            accelerator.scaler.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

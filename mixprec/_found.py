@@ -49,7 +49,7 @@ class Found:
         if any(hasattr(tensor, "device_mesh") for tensor in self.tensors):
             return "fully_shard makes and frees its weights within a step"
         for ddp in self.ddps:
-            backend = torch.distributed.get_backend(ddp.process_group)
+            backend = ddp.process_group._get_backend(torch.device("cuda")).name()
             if "nccl" not in backend:
                 return f"its DistributedDataParallel communicates by {backend}; a graph needs NCCL"
         return None

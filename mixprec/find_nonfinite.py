@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from ._rows import elements
 
@@ -79,7 +79,7 @@ class _Search:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.found is None:
-            bad = _nonfinite("input", args) or _nonfinite("input", kwargs)
+            bad = _nonfinite("input", args, _is_bad) or _nonfinite("input", kwargs, _is_bad)
             if bad and self.running:
                 self.find(self.running[-1], f"what it hands to {self.text(module)} as {bad}")
             elif bad:
@@ -101,18 +101,29 @@ class _Search:
         return f"{self.names[module] or 'the model'} ({type(module).__name__})"
 
 
-def _nonfinite(name: str, tree: Any) -> str | None:
+def _is_bad(tensor: Tensor) -> Tensor:
+    """Of an input: attention masks hold -inf."""
+    return tensor.isnan() | (tensor == torch.inf)
+
+
+def _nonfinite(
+    name: str, tree: Any, is_bad: Callable[[Tensor], Tensor] = lambda t: ~t.isfinite()
+) -> str | None:
     """The first tensor in it that is not finite, in words."""
     for where, tensor in _tensors(name, tree):
-        if not bool(tensor.isfinite().all()):
+        if bool(is_bad(tensor).any()):
             inf, nan = int(tensor.isinf().sum()), int(tensor.isnan().sum())
             return f"{where} holds {inf} inf, {nan} NaN of {tensor.numel()} ({tensor.dtype})"
     return None
 
 
 def _tensors(name: str, tree: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, leaf in tree_flatten_with_path(tree)[0]:
-        where = name + keystr(path)
+    try:
+        leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
+    except ValueError:  # a class that was registered without the names of its parts
+        leaves = [(f"[{i}]", leaf) for i, leaf in enumerate(tree_leaves(tree))]
+    for path, leaf in leaves:
+        where = name + path
         if isinstance(leaf, Tensor):
             if leaf.is_floating_point() or leaf.is_complex():
                 yield where, elements(leaf)
@@ -126,15 +137,15 @@ class _Buffers:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.saved = [
-            (module._buffers, name, buffer, buffer.detach().clone())
+            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
             for module in modules
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
 
     def restore(self) -> None:
         for buffers, name, buffer, values in self.saved:
             buffers[name] = buffer
-            if not torch.equal(buffer, values):  # batch_norm writes without a new version
+            # batch_norm writes without a new version.
+            if values is not None and buffer is not None and not torch.equal(buffer, values):
                 with torch.no_grad():
                     buffer.copy_(values)

@@ -5,6 +5,7 @@ et al., "Mixed Precision Training", 2018; hysteresis is Megatron-LM's. It is in 
 """
 
 import inspect
+import itertools
 import math
 import weakref
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from . import _C
 from ._mesh import reduced
 from .autocast import default_device_type
-from .overflow import OverflowReport, overflow_report
+from .overflow import OverflowReport, Records, overflow_report
 from .sgd import SGD
 
 __all__ = ["GradScaler"]
@@ -113,10 +114,9 @@ class GradScaler(torch.amp.GradScaler):
         """What an iteration leaves behind for itself; not part of the scaler's state."""
         self._workspaces: dict[torch.device, Tensor] = {}  # of _C.check
         self._clips: dict[int, _Clip] = {}  # by id(optimizer), from clip_grad_norm_ to step
-        # Of each optimizer checked, for report_overflow: by device, empty without record_overflow.
-        self._records: weakref.WeakKeyDictionary[Optimizer, dict[torch.device, Tensor]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # Of each optimizer checked, for report_overflow; without tables where not record_overflow.
+        self._records: weakref.WeakKeyDictionary[Optimizer, Records] = weakref.WeakKeyDictionary()
+        self._optimizer_numbers = itertools.count()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         try:
@@ -138,7 +138,9 @@ class GradScaler(torch.amp.GradScaler):
         """Reads the gradients once: found_inf by device, and their norm if there is a norm_type."""
         is_scaled = self._enabled and self._stage(optimizer) is OptState.READY
         scale = self._scale if is_scaled else None
-        records = self._records.setdefault(optimizer, {})
+        if optimizer not in self._records:
+            self._records[optimizer] = Records(next(self._optimizer_numbers))
+        records = self._records[optimizer].fit(optimizer)
         results = _C.check(
             optimizer.param_groups,
             scale,
@@ -395,7 +397,7 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state["_init_history"] = list(self._read_history())
-        for name in ("_history", "_workspaces", "_clips", "_records"):
+        for name in ("_history", "_workspaces", "_clips", "_records", "_optimizer_numbers"):
             del state[name]
         return state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,9 +23,28 @@ if TYPE_CHECKING:
 
 __all__ = ["OverflowLog", "OverflowReport", "OverflowRow"]
 
-# Of each optimizer and device: a header, then a row for each parameter, OverflowRecord in
-# csrc/arithmetic.h.
-Records = Mapping[Optimizer, Mapping[torch.device, Tensor]]
+
+@dataclass
+class Records:
+    """What a scaler keeps of an optimizer.
+
+    Attributes:
+        number: of the optimizer, in the order of their first checks.
+        tables: of each device: a header, then a row for each parameter, OverflowRecord in
+            csrc/arithmetic.h. Groups that are added bring more rows.
+    """
+
+    number: int
+    tables: dict[torch.device, Tensor] = field(default_factory=dict)
+    _group_sizes: list[int] = field(default_factory=list)
+
+    def fit(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+        """The tables; new ones if a group has changed, for rows go by a parameter's place."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes[: len(self._group_sizes)] != self._group_sizes:
+            self.tables.clear()
+        self._group_sizes = sizes
+        return self.tables
 
 
 class OverflowRow(NamedTuple):
@@ -76,11 +95,12 @@ class OverflowReport:
         return rich_table("Gradients that held inf or NaN", OverflowRow._fields, self.rows)
 
 
-def overflow_report(records: Records, is_recorded: bool) -> OverflowReport:
+def overflow_report(records: Mapping[Optimizer, Records], is_recorded: bool) -> OverflowReport:
     """Of the records, or of the gradients that there are now."""
     rows = []
-    for optimizer, tables in zip(records, _on_host(records), strict=True):
-        for row, (name, param) in enumerate(_names(records, optimizer), start=1):
+    for optimizer, kept in list(records.items()):
+        tables = {device: table.tolist() for device, table in kept.tables.items()}
+        for row, (name, param) in enumerate(_names(optimizer, kept), start=1):
             if is_recorded:
                 counts = _recorded(tables.get(param.device, []), row)
             else:
@@ -91,17 +111,10 @@ def overflow_report(records: Records, is_recorded: bool) -> OverflowReport:
     return OverflowReport(rows)
 
 
-def _names(records: Records, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    place = list(records).index(optimizer)
-    suffix = f" of optimizer {place}" if place else ""
+def _names(optimizer: Optimizer, records: Records) -> Iterator[tuple[str, Tensor]]:
+    suffix = f" of optimizer {records.number}" if records.number else ""
     for name, param in named_params(optimizer):
         yield name + suffix, param
-
-
-def _on_host(records: Records) -> list[dict[torch.device, list[list[int]]]]:
-    return [
-        {device: table.tolist() for device, table in tables.items()} for tables in records.values()
-    ]
 
 
 def _recorded(table: list[list[int]], row: int) -> tuple[Any, ...] | None:
@@ -115,7 +128,7 @@ def _recorded(table: list[list[int]], row: int) -> tuple[Any, ...] | None:
 def _counted(grad: Tensor | None) -> tuple[Any, ...] | None:
     if grad is None:
         return None
-    values = elements(grad)
+    values = elements(grad.detach())
     finite = values.isfinite()
     if bool(finite.all()):
         return None
@@ -148,10 +161,7 @@ class OverflowLog:
     def __init__(
         self, scaler: GradScaler, every: int = 100, logger: logging.Logger | None = None
     ) -> None:
-        if not scaler.record_overflow:
-            raise ValueError(
-                "OverflowLog needs a scaler that keeps records: GradScaler(record_overflow=True)"
-            )
+        _check_records(scaler)
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
         self.scaler, self.every = scaler, every
@@ -165,10 +175,12 @@ class OverflowLog:
         self._steps += 1
         if self._steps % self.every:
             return
+        _check_records(self.scaler)
         counts = {}
         for row in self.scaler.report_overflow().rows:
             assert row.steps is not None
-            if new := row.steps - self._seen.get(row.name, 0):
+            seen = self._seen.get(row.name, 0)
+            if new := row.steps - (seen if seen <= row.steps else 0):  # fewer: a new table
                 counts[row.name], self._seen[row.name] = new, row.steps
                 self.logger.warning("%s (%d since the last look)", row, new)
         self.looks.append((self._steps, counts))
@@ -177,8 +189,8 @@ class OverflowLog:
         """Draws parameters by steps: in how many steps between two looks each overflowed."""
         from matplotlib.figure import Figure
 
-        records = self.scaler._records
-        names = [name for optimizer in records for name, _ in _names(records, optimizer)]
+        records = list(self.scaler._records.items())
+        names = [name for optimizer, kept in records for name, _ in _names(optimizer, kept)]
         names = [name for name in names if name in self._seen]
         figure = Figure(figsize=(9, 1.5 + 0.2 * len(names)), layout="constrained")
         axes = figure.subplots()
@@ -191,3 +203,10 @@ class OverflowLog:
             axes.invert_yaxis()
             figure.colorbar(mesh)
         figure.savefig(path, dpi=150)
+
+
+def _check_records(scaler: GradScaler) -> None:
+    if not scaler.record_overflow:
+        raise ValueError(
+            "OverflowLog needs a scaler that keeps records: GradScaler(record_overflow=True)"
+        )

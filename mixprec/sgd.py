@@ -250,9 +250,12 @@ def _owned_state(values: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def _written(values: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state without momentum that is_unwritten (csrc/arithmetic.h)."""
-    momentum = local(values.get("momentum_buffer"))
-    if momentum is not None and momentum.numel() > 0:
+    """A parameter's state without momentum that is_unwritten (csrc/arithmetic.h).
+
+    Of a DTensor it stays: a process with an empty shard could not tell, and all must have the same.
+    """
+    momentum = values.get("momentum_buffer")
+    if momentum is not None and momentum.numel() > 0 and local(momentum) is momentum:
         first = momentum.detach().as_strided((1,), (1,))
         if first.view(torch.int64 if first.dtype is torch.float64 else torch.int32).item() == -1:
             return {key: value for key, value in values.items() if key != "momentum_buffer"}

@@ -106,6 +106,27 @@ def norm_beyond_fp32(rank, device):
     return norm.item(), param.full_tensor().tolist(), scaler.steps_skipped
 
 
+def gradient_on_one_rank(rank, device):
+    """The other joins the all-reduce, whatever gradients it has, and its state has the same keys.
+
+    Its shard of the one row is empty besides; the first of two steps is skipped.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    param = nn.Parameter(distribute_tensor(torch.ones(1, 3, device=device), mesh, [Shard(0)]))
+    optimizer = mixprec.SGD([param], lr=1.0, momentum=0.9)
+    scaler = mixprec.GradScaler(device.type, 4.0)
+    grad = distribute_tensor(torch.full((1, 3), torch.inf, device=device), mesh, [Shard(0)])
+    param.grad = grad if rank == 0 else None
+    scaler.scale(torch.zeros((), device=device))
+    scaler.step(optimizer)
+    scaler.update()
+    skipped = scaler.get_scale()
+    param.grad = grad
+    scaler.step(optimizer)
+    scaler.update()
+    return skipped, scaler.get_scale(), sorted(optimizer.state_dict()["state"].get(0, {}))
+
+
 def report_of_one_rank(rank, device):
     """Names what this rank's shards hold, without a collective for the others to join."""
     model = sharded_model(device, (dist.get_world_size(),))
@@ -120,6 +141,6 @@ def report_of_one_rank(rank, device):
 
 
 JOBS = {
-    2: [checkpoint_saved, refusals, norm_beyond_fp32, report_of_one_rank],
+    2: [checkpoint_saved, refusals, norm_beyond_fp32, gradient_on_one_rank, report_of_one_rank],
     4: [checkpoint_loaded],
 }

@@ -79,6 +79,19 @@ def test_tells_skipped_steps(device):
     assert skipped == [i in OVERFLOWS for i in range(len(make_batches()))]
 
 
+def test_takes_the_prepared_optimizer_for_its_own():
+    """What was unscaled by one of the two is not unscaled again by a step of the other."""
+    accelerator, _, optimizer, _ = start("cpu")
+    (param, *_) = optimizer.param_groups[0]["params"]
+    before = param.detach().clone()
+    for prepared in optimizer.param_groups[0]["params"]:
+        prepared.grad = torch.full_like(prepared, accelerator.scaler.get_scale())
+    accelerator.scaler.scale(torch.zeros(()))
+    accelerator.scaler.unscale_(optimizer)
+    optimizer.step()
+    assert torch.allclose(before - param, torch.tensor(optimizer.param_groups[0]["lr"]), rtol=0.1)
+
+
 @on_devices
 @pytest.mark.parametrize("half", [False, True])
 def test_clips_norm(device, half):

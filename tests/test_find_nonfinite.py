@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import on_devices
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 import mixprec
 
@@ -91,7 +92,7 @@ def test_input_of_the_model(device):
             return super().forward(x).masked_fill(mask.isinf(), 0)
 
     model = Keywords(4, 4).to(device)
-    mask = torch.full((4,), -torch.inf, device=device)
+    mask = torch.full((4,), torch.inf, device=device)
     found = mixprec.find_nonfinite(model, torch.ones(1, 4, device=device), mask=mask)
     assert found.name == ""
     assert "the model (Keywords): its own input['mask'] holds 4 inf" in str(found)
@@ -176,3 +177,24 @@ def test_runs_under_the_callers_autocast(device):
         found = mixprec.find_nonfinite(model, x)
     assert found.name == "0"
     assert "torch.float16" in str(found)
+
+
+def test_attention_masks_are_no_finding():
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    x, mask = torch.randn(4, 1, 8), nn.Transformer.generate_square_subsequent_mask(4)
+    assert mixprec.find_nonfinite(model, x, src_mask=mask) is None
+    x[0, 0, 0] = torch.nan
+    assert "input" in mixprec.find_nonfinite(model, x, src_mask=mask).message
+
+
+class Unnamed:
+    """Registered without names of its parts."""
+
+    def __init__(self, part):
+        self.part = part
+
+
+def test_container_without_names_of_its_parts():
+    register_pytree_node(Unnamed, lambda u: ([u.part], None), lambda parts, _: Unnamed(*parts))
+    found = mixprec.find_nonfinite(nn.Sequential(Bad(Unnamed)), torch.ones(3))
+    assert found.name == "0"

@@ -1,5 +1,6 @@
 """mixprec.OverflowLog, and records under mixprec.graphed: they name the layer that overflowed."""
 
+import gc
 import logging
 
 import pytest
@@ -91,6 +92,27 @@ def test_one_more_launch():
     names = [event.name for event in profile.events() if "mixprec" in event.name]
     assert len(names) == 4, names
     assert "record_overflow_kernel" in names[1]
+
+
+def test_log_after_an_optimizer_is_dropped(caplog):
+    """The other keeps its name, and what was logged is not logged anew."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    first, second = (mixprec.SGD([("w", param)], lr=0.1) for param in params)
+    scaler = mixprec.GradScaler("cpu", record_overflow=True)
+    log = mixprec.OverflowLog(scaler, every=1)
+    scaler.scale(torch.zeros(()))
+    for param, optimizer in zip(params, (first, second), strict=True):
+        param.grad = torch.full((2,), INF)
+        scaler.step(optimizer)
+    scaler.update()
+    log.step()
+    del first, optimizer
+    gc.collect()
+    log.step()
+    assert log.looks == [(1, {"w": 1, "w of optimizer 1": 1}), (2, {})]
+    scaler.record_overflow = False
+    with pytest.raises(ValueError, match="record_overflow=True"):
+        log.step()
 
 
 def test_arguments_of_the_log():

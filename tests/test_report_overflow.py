@@ -173,6 +173,19 @@ def test_two_optimizers_and_added_groups(device):
     assert recorded(scaler.report_overflow()) == {"w": (2, 0, 0.0, 1, 2)}
 
 
+def test_a_group_that_grows():
+    """Rows go by a parameter's place: after one is put in between, all counts begin anew."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = mixprec.SGD([{"params": params[:1]}, {"params": params[1:2]}], lr=0.1)
+    scaler = mixprec.GradScaler("cpu", record_overflow=True)
+    set_grads(optimizer, 1.0, INF)
+    iteration(scaler, [optimizer])
+    optimizer.param_groups[0]["params"].append(params[2])
+    set_grads(optimizer, 1.0, 1.0, NAN)
+    iteration(scaler, [optimizer])
+    assert recorded(scaler.report_overflow()) == {"parameter 0 of group 1": (0, 2, 0.0, 1, 1)}
+
+
 @on_devices
 def test_disabled_scaler_records_what_clipping_finds(device):
     optimizer = mixprec.SGD([param_with(torch.tensor([NAN, 1.0], device=device))], lr=0.1)

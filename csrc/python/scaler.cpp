@@ -93,6 +93,12 @@ py::list check(const py::list& param_groups, const optional<Tensor>& grad_scale,
   std::vector<std::pair<Tensor, Tensor>>
       copies;  // a gradient that is not dense, and its dense copy
 
+  // Of all DTensors, with a gradient here or not: the others of their mesh wait for this process.
+  for_each_param(param_groups, [&](PyObject* object, const Tensor& param, const Place& place) {
+    const Tensor& shard = local(param);
+    if (!shard.is_same(param))
+      part_of(parts, py::reinterpret_borrow<py::object>(object), shard.device(), place);
+  });
   for_each_grad(param_groups, [&](PyObject* object, const Tensor& param, const Tensor& found,
                                   const Place& place) {
     const bool is_dtensor = !param.is_same(THPVariable_Unpack(object));
@@ -152,8 +158,11 @@ py::list check(const py::list& param_groups, const optional<Tensor>& grad_scale,
     DISPATCH(device, check(arguments));
     if (records) {
       const bool ends_step =
-          std::none_of(parts.begin() + i + 1, parts.end(),
-                       [device = device](const Part& later) { return later.device == device; });
+          std::none_of(parts.begin() + i + 1, parts.end(), [device = device](const Part& later) {
+            return later.device == device &&
+                   std::any_of(later.grads.begin(), later.grads.end(),
+                               [](const Gradient& grad) { return grad.tensor.numel() > 0; });
+          });
       record_overflow(rows, grads, first_row, std::move(arguments), ends_step);
     }
     if (unscale)

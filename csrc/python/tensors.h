@@ -124,10 +124,9 @@ inline void check_readable(const Tensor& tensor, const char* what, const Place& 
   check_device(tensor.device());
   TORCH_CHECK(tensor.layout() == at::kStrided, "the ", what, " of ", place, " is ", tensor.layout(),
               ", mixprec takes dense tensors; use torch's optimizer for it");
-  TORCH_CHECK(
-      !tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage(), "the ", what, " of ",
-      place,
-      " is a tensor subclass without memory of its own, which mixprec can't read");
+  TORCH_CHECK(!tensor.key_set().has(c10::DispatchKey::Python) && tensor.has_storage(), "the ", what,
+              " of ", place,
+              " is a tensor subclass without memory of its own, which mixprec can't read");
   check_memory(tensor, what, place);
   check_dtype(tensor, what, place);
 }
@@ -152,10 +151,9 @@ inline void check_placements(const Tensor& param, const Tensor& grad, const Plac
                     "; redistribute() the gradient as its parameter is before the step");
 }
 
-// Calls f(parameter's Python object, parameter, gradient, place) for each that has a gradient; of a
-// DTensor, parameter and gradient are what this process has of it.
+// Calls f(parameter's Python object, parameter, place) for each.
 template <typename F>
-void for_each_grad(const py::list& param_groups, F f) {
+void for_each_param(const py::list& param_groups, F f) {
   for (size_t group = 0; group < param_groups.size(); ++group) {
     const auto params = py::cast<py::list>(py::cast<py::dict>(param_groups[group])["params"]);
     for (size_t i = 0; i < params.size(); ++i) {
@@ -164,12 +162,21 @@ void for_each_grad(const py::list& param_groups, F f) {
       TORCH_CHECK_TYPE(THPVariable_Check(object), place, " is a ", Py_TYPE(object)->tp_name,
                        ", not a tensor");
       const Tensor& param = THPVariable_Unpack(object);
-      const Tensor& grad = param.grad();
-      if (!grad.defined()) continue;
-      check_placements(param, grad, place);
-      f(object, local(param), local(grad), place);
+      f(object, param, place);
     }
   }
+}
+
+// Calls f(parameter's Python object, parameter, gradient, place) for each that has a gradient; of a
+// DTensor, parameter and gradient are what this process has of it.
+template <typename F>
+void for_each_grad(const py::list& param_groups, F f) {
+  for_each_param(param_groups, [&](PyObject* object, const Tensor& param, const Place& place) {
+    const Tensor& grad = param.grad();
+    if (!grad.defined()) return;
+    check_placements(param, grad, place);
+    f(object, local(param), local(grad), place);
+  });
 }
 
 // Groups what belongs to one device, in the order of first appearance.

@@ -16,11 +16,17 @@ def describe() -> dict[str, Any]:
     """The GPU (None: torch has none), driver, CPU and versions."""
     with warnings.catch_warnings(record=True) as problems:  # an old driver is one
         has_gpu = torch.cuda.is_available()
+    gpu, problem = None, "; ".join(str(p.message) for p in problems) or None
+    if has_gpu:
+        try:
+            gpu, problem = _gpu(), None
+        except RuntimeError as error:  # it is another process's alone, or full
+            problem = str(error)
     smi = _nvidia_smi()
     return {
-        "gpu": _gpu() if has_gpu else None,
+        "gpu": gpu,
         "gpu_count": torch.cuda.device_count() if has_gpu else 0,
-        "gpu_problem": None if has_gpu else "; ".join(str(p.message) for p in problems) or None,
+        "gpu_problem": problem,
         "gpu_of_driver": smi[0] if smi else None,
         "driver": smi[1] if smi else None,
         "cuda": torch.version.cuda,
