@@ -13,7 +13,7 @@ from doctor_reports import H200, MODES, changed
 
 import mixprec
 from mixprec.__main__ import main
-from mixprec.doctor import examine, machine, ops, speed
+from mixprec.doctor import advice, examine, machine, ops, speed
 
 
 def run(*arguments, **options):
@@ -87,6 +87,21 @@ def test_training_that_fails(monkeypatch, capsys):
     assert finding["what"] == "training fails: no kernel image is available"
 
 
+def test_gpu_of_which_torch_makes_no_context(monkeypatch):
+    """It is in exclusive use, say: the rest of the report is of the CPU."""
+
+    def busy():
+        raise RuntimeError("CUDA error: devices busy")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", busy)
+    found = machine.describe()
+    assert found["gpu"] is None and found["gpu_problem"] == "CUDA error: devices busy"
+    report = {**changed(), "machine": found}
+    (finding,) = [f for f in advice.findings(report) if "cannot use it" in f["what"]]
+    assert "devices busy" in finding["what"]
+
+
 def test_another_torch(tmp_path):
     """`import mixprec` fails; the doctor says why and goes on, and only the doctor."""
     shutil.copytree(Path(mixprec.__file__).parent, tmp_path / "mixprec", symlinks=True)
@@ -108,7 +123,7 @@ def test_another_torch(tmp_path):
     ("changes", "level", "says"),
     [
         ({"build__backends": ["CPU"]}, "warning", "built for the CPU alone"),
-        ({"machine__gpu": None, "speed": None}, "warning", "torch does not see it"),
+        ({"machine__gpu": None, "speed": None}, "warning", "torch cannot use it"),
         ({"machine__gpu__tensor_cores": []}, "hint", "no tensor cores"),
         ({"machine__gpu__free_gib": 1.0}, "hint", "1.0 of 139.8 GiB are free"),
         ({"build__error": "undefined symbol"}, "error", "undefined symbol"),

@@ -30,10 +30,10 @@ def findings(report: Report) -> list[dict[str, str]]:
             "mixprec was built for the CPU alone: its optimizer and scaler refuse CUDA tensors",
             f"install nvcc of CUDA {machine['cuda']} (CUDA_HOME says where), then {_REINSTALL}",
         )
-    if not gpu and machine["gpu_of_driver"]:
+    if not gpu and (machine["gpu_of_driver"] or machine["gpu_problem"]):
         add(
             "warning",
-            f"there is a {machine['gpu_of_driver']}, but torch does not see it"
+            f"there is a {machine['gpu_of_driver'] or 'GPU'}, but torch cannot use it"
             + (f": {machine['gpu_problem']}" if machine["gpu_problem"] else ""),
             f"a newer driver than {machine['driver']}, or CUDA_VISIBLE_DEVICES unset"
             if machine["cuda"]
