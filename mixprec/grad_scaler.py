@@ -23,9 +23,6 @@ from .sgd import SGD
 
 __all__ = ["GradScaler"]
 
-# The smallest normal fp32 number: a scale of 0 would never recover.
-_SMALLEST_SCALE = 2.0**-126
-
 
 class GradScaler(torch.amp.GradScaler):
     """:class:`torch.amp.GradScaler` at the cost of one read of the gradients, and no sync.
@@ -76,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        min_scale: float = _SMALLEST_SCALE,
+        min_scale: float = 2.0**-126,  # the smallest normal fp32 number: 0 would never recover
         max_scale: float = math.inf,
         hysteresis: int = 1,
         process_group: Any = None,
