@@ -19,9 +19,6 @@ from trainers import (
     trained,
 )
 
-import mixprec
-import mixprec.accelerate
-
 
 def torchvision_epoch(run, batches, clip_grad_norm=None):
     """The calls of torchvision's references/classification/train.py in their order."""
@@ -119,12 +116,13 @@ def make_tokens():
 def hugging_face(run, folder, *, resume=None, **options):
     """transformers.Trainer with the recipe of docs/trainers.md."""
     transformers = pytest.importorskip("transformers", "5.24")
+    accelerate = pytest.importorskip("mixprec.accelerate")
     device = next(run.model.parameters()).device.type
 
     class Trainer(transformers.Trainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
-            self.accelerator.scaler = mixprec.accelerate.GradScaler(device, **SCALER)
+            self.accelerator.scaler = accelerate.GradScaler(device, **SCALER)
 
         def _clip_grad_norm(self, model):
             scaler, optimizer = self.accelerator.scaler, self.optimizer.optimizer
