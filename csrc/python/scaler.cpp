@@ -127,7 +127,7 @@ py::list check(const py::list& param_groups, const optional<Tensor>& grad_scale,
     part_of(parts, dtensor, grad.device(), place).push_back({grad, place});
   });
   std::vector<int64_t> first_row{1};  // of each group in the records
-  for (const auto& group : param_groups) {
+  for (const auto& group : records ? param_groups : py::list()) {
     const auto params = py::cast<py::list>(py::cast<py::dict>(group)["params"]);
     first_row.push_back(first_row.back() + static_cast<int64_t>(params.size()));
   }
