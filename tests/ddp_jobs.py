@@ -117,6 +117,48 @@ def graphs_of_ddp(rank, device):
     return [Found([model]).refusal() for model in (ddp, ddp.module)], dist.get_backend()
 
 
+def trained_by_whole_steps(rank, device, graph):
+    """Weights, state and loss scale after 30 steps, one of them with an overflow on one rank."""
+    model, ran = make_model(rank, device, torch.float16), []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    torch.cuda.synchronize()
+    optimizer = mixprec.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    optimizer.register_step_pre_hook(lambda *_: ran.append(None))  # not called by replays
+    scaler = mixprec.GradScaler()
+
+    @mixprec.graphed(enabled=graph)
+    def step(x):
+        optimizer.zero_grad()
+        with mixprec.autocast():
+            loss = ddp(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    generator = torch.Generator().manual_seed(rank)
+    for i in range(30):
+        x = torch.randn(5, 8, generator=generator)
+        if i == 20 and rank == dist.get_world_size() - 1:
+            x[0, 0] = torch.inf
+        step(x.to(device))
+    assert len(ran) == (12 if graph else 30)  # eleven calls and the capture
+    assert scaler.steps_skipped == 1
+    state = [tensor for values in optimizer.state.values() for tensor in values.values()]
+    scale = torch.tensor(scaler.get_scale())
+    return [t.detach().cpu() for t in (*ddp.parameters(), *state, scale)]
+
+
+def whole_step_in_a_graph(rank, device):
+    """Without and with the graph."""
+    if "nccl" not in dist.get_backend():
+        return "skip: a graph needs NCCL"
+    return [trained_by_whole_steps(rank, device, graph) for graph in (False, True)]
+
+
 JOBS = {
     2: [
         fp32_under_ddp,
@@ -125,6 +167,7 @@ JOBS = {
         clipped_norm_under_ddp,
         half_weights_after_wrapping,
         graphs_of_ddp,
+        whole_step_in_a_graph,
     ],
     4: [four_replicas],
 }

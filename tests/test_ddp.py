@@ -3,11 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_jobs import OVERFLOWS, make_model
+from ddp_jobs import OVERFLOWS, whole_step_in_a_graph
 from helpers import assert_same_bits, needs_cuda
-from torch.nn.parallel import DistributedDataParallel
-
-import mixprec
 
 RUNS = ["fp32_under_ddp", "bf16_under_ddp", "fp16_under_ddp"]
 
@@ -50,40 +47,21 @@ def test_graph_of_ddp_needs_nccl(processes):
         assert of_ddp is None if "nccl" in backend else "gloo; a graph needs NCCL" in of_ddp
 
 
-def weights_after_steps(enabled):
-    device, ran = torch.device("cuda"), []
-    model = make_model(0, device, torch.float16)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    optimizer = mixprec.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
-    scaler = mixprec.GradScaler()
-
-    @mixprec.graphed(enabled=enabled)
-    def step(x):
-        ran.append(None)
-        optimizer.zero_grad()
-        with mixprec.autocast():
-            loss = ddp(x).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss
-
-    generator = torch.Generator().manual_seed(0)
-    for i in range(30):
-        x = torch.randn(5, 8, generator=generator)
-        x[0, 0] = torch.inf if i == 20 else x[0, 0]
-        step(x.to(device))
-    assert len(ran) == (12 if enabled else 30)  # eleven calls and the capture
-    return [*(p.detach().clone() for p in model.parameters()), torch.tensor(scaler.get_scale())]
+def test_whole_step_in_a_graph(processes):
+    """Bits of training without the graph; one rank's overflow skips the step of all in it too."""
+    plain, *others = [run for runs in processes(2, "whole_step_in_a_graph") for run in runs]
+    for other in others:
+        for mine, expected in zip(other, plain, strict=True):
+            assert_same_bits(mine, expected)
 
 
 @needs_cuda
-def test_whole_step_with_nccl_in_a_graph(tmp_path):
-    """In a world of one process the reducer and NCCL are in the graph all the same."""
+def test_whole_step_in_a_graph_of_one_process(tmp_path):
+    """The reducer and NCCL are in it all the same."""
     dist.init_process_group("nccl", f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        for plain, graph in zip(*map(weights_after_steps, (False, True)), strict=True):
-            assert_same_bits(graph, plain)
+        plain, graph = whole_step_in_a_graph(0, torch.device("cuda"))
+        for mine, expected in zip(graph, plain, strict=True):
+            assert_same_bits(mine, expected)
     finally:
         dist.destroy_process_group()

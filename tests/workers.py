@@ -48,9 +48,11 @@ def worker(rank, world_size, folder, device_type):
     torch.set_num_threads(1)
     device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
-        has_all = torch.cuda.device_count() >= world_size
-        device = torch.device("cuda", rank if has_all else 0)
-        backend = "cpu:gloo,cuda:nccl" if has_all else "gloo"  # NCCL: one process a GPU
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", rank % gpus)
+        # Several processes on one GPU: NCCL from 2.30 on, if this allows it.
+        has_nccl = gpus >= world_size or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
