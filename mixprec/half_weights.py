@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _C
+from ._mesh import local
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -175,7 +176,12 @@ def full_precision_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         if isinstance(value, nn.Parameter) and value.dtype in (torch.float16, torch.bfloat16):
             weight, state = value.detach(), optimizer.state.get(value, {})
             if "master_remainder" in state:
-                full[name] = _C.to_master(weight, state["master_remainder"])
+                master = torch.empty_like(
+                    weight, dtype=torch.float32
+                )  # a DTensor, as the weight is
+                remainder = state["master_remainder"]
+                local(master).copy_(_C.to_master(local(weight), local(remainder)))
+                full[name] = master
             else:
                 full[name] = _refined(weight, state.get("master", getattr(value, _EXACT, None)))
     return full

@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from fsdp_jobs import OPTIONS, set_grads, sharded_model, spoil, tensors_of
-from helpers import params_of
+from fsdp_jobs import OPTIONS, set_grads, sharded_model, spoil, tensors_of, whole
+from helpers import params_of, random_tensor
 from torch import nn
 
 import mixprec
@@ -14,6 +14,7 @@ from mixprec._found import Found
 with contextlib.suppress(ImportError):  # a torch without distributed
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import (
         DTensor,
         Partial,
@@ -127,6 +128,25 @@ def gradient_on_one_rank(rank, device):
     return skipped, scaler.get_scale(), sorted(optimizer.state_dict()["state"].get(0, {}))
 
 
+def full_precision_of_shards(rank, device):
+    """bf16 weights without a policy: masters or remainders as DTensors, and whole, in fp32."""
+    found = []
+    for remainders in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 5).to(device, torch.bfloat16)
+        fully_shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
+        optimizer = mixprec.SGD(model.parameters(), store_param_remainders=remainders, **OPTIONS)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            for param in model.parameters():
+                grad = random_tensor(generator, param.shape, torch.bfloat16, device, scale=1.0)
+                param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+            optimizer.step()
+        full = mixprec.full_precision_state_dict(model, optimizer)
+        found.append({name: whole(value) for name, value in full.items()})
+    return found
+
+
 def report_of_one_rank(rank, device):
     """Names what this rank's shards hold, without a collective for the others to join."""
     model = sharded_model(device, (dist.get_world_size(),))
@@ -141,6 +161,13 @@ def report_of_one_rank(rank, device):
 
 
 JOBS = {
-    2: [checkpoint_saved, refusals, norm_beyond_fp32, gradient_on_one_rank, report_of_one_rank],
+    2: [
+        checkpoint_saved,
+        refusals,
+        norm_beyond_fp32,
+        gradient_on_one_rank,
+        full_precision_of_shards,
+        report_of_one_rank,
+    ],
     4: [checkpoint_loaded],
 }

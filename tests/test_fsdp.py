@@ -80,6 +80,14 @@ def test_gradient_on_one_rank(processes):
     assert processes(2, "gradient_on_one_rank") == [(2.0, 1.0, ["momentum_buffer"])] * 2
 
 
+def test_full_precision_of_half_shards(processes):
+    for masters, remainders in processes(2, "full_precision_of_shards"):
+        assert list(masters) == ["weight", "bias"]
+        for name, value in masters.items():
+            assert value.dtype is torch.float32 and (value != value.bfloat16().float()).any()
+            assert_same_bits(remainders[name], value)
+
+
 def test_report_on_one_rank(processes):
     line = "0.weight ([9, 8], torch.float32): 1 inf, 0 NaN of 72, largest finite "
     nothing, (report,) = processes(2, "report_of_one_rank")
