@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mixprec
+from mixprec import _C
 from mixprec._found import Found
 
 OVERFLOWS = (21, 100)  # iterations in which one rank's inputs give gradients that are inf or NaN
@@ -112,14 +113,20 @@ def half_weights_after_wrapping(rank, device):
 
 
 def graphs_of_ddp(rank, device):
-    """Whether and why graphed refuses a DDP model, and one without."""
-    ddp = DistributedDataParallel(make_model(rank, device, None))
-    return [Found([model]).refusal() for model in (ddp, ddp.module)], dist.get_backend()
+    """Whether and why graphed refuses a DDP model, and one without; how many forms it takes."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(device))
+    refusals = [Found([model]).refusal() for model in (ddp, ddp.module)]
+    forms, found = set(), Found([ddp])
+    for _ in range(3):
+        ddp(torch.ones(4, 8, device=device)).sum().backward()
+        forms.add(_C.fingerprint(found.watched)[0])
+    return refusals, dist.get_backend(), len(forms)
 
 
 def trained_by_whole_steps(rank, device, graph):
     """Weights, state and loss scale after 30 steps, one of them with an overflow on one rank."""
     model, ran = make_model(rank, device, torch.float16), []
+    model.append(nn.BatchNorm1d(4).to(device))  # its buffers are broadcast
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)

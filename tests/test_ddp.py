@@ -42,8 +42,8 @@ def test_half_weights_after_wrapping_is_refused(processes):
 
 
 def test_graph_of_ddp_needs_nccl(processes):
-    for (of_ddp, without), backend in processes(2, "graphs_of_ddp"):
-        assert without is None
+    for (of_ddp, without), backend, forms in processes(2, "graphs_of_ddp"):
+        assert without is None and forms == 1  # which a graph would have to hold
         assert of_ddp is None if "nccl" in backend else "gloo; a graph needs NCCL" in of_ddp
 
 
