@@ -113,16 +113,15 @@ class Found:
 
     def visit_module(self, module: nn.Module) -> None:
         self._seen.add(id(module))
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            self.ddps.append(module)
         self.watched.append((vars(module), ("training",)))
         for tensors_or_modules in (module._parameters, module._buffers, module._modules):
             self.watched.append((tensors_or_modules,))
         self._in_modules.update(map(id, module._parameters.values()))
         self.visit_all(module._parameters.values())
         self.visit_all(module._buffers.values())
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            self.ddps.append(module)  # its attributes list its module's buffers anew at every call
-        else:
-            self.visit_attributes(vars(module))
+        self.visit_attributes(vars(module))
 
     def visit_attributes(self, attributes: dict[str, Any]) -> None:
         names = tuple(

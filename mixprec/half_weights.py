@@ -176,9 +176,7 @@ def full_precision_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         if isinstance(value, nn.Parameter) and value.dtype in (torch.float16, torch.bfloat16):
             weight, state = value.detach(), optimizer.state.get(value, {})
             if "master_remainder" in state:
-                master = torch.empty_like(
-                    weight, dtype=torch.float32
-                )  # a DTensor, as the weight is
+                master = torch.empty_like(weight, dtype=torch.float32)  # a DTensor, where weight is
                 remainder = state["master_remainder"]
                 local(master).copy_(_C.to_master(local(weight), local(remainder)))
                 full[name] = master

@@ -37,7 +37,9 @@ class Fingerprint {
       Py_ssize_t position = 0;
       address(static_cast<size_t>(PyDict_Size(object)));
       while (PyDict_Next(object, &position, &key, &value)) {
-        address(reinterpret_cast<size_t>(key));
+        // Names may be made anew at every call, as those of DistributedDataParallel's buffers are.
+        address(PyUnicode_CheckExact(key) ? static_cast<size_t>(PyObject_Hash(key))
+                                          : reinterpret_cast<size_t>(key));
         add(value, depth + 1);
       }
     } else if (depth < kMaxDepth && (PyList_Check(object) || PyTuple_Check(object))) {
