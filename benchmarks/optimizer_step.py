@@ -38,8 +38,8 @@ def transformer_1b() -> nn.Module:
     return nn.ModuleList(nn.TransformerEncoderLayer(2048, 16, 8192) for _ in range(22))
 
 
-def small_tensors() -> nn.Module:
-    return nn.ParameterList(torch.empty(1000) for _ in range(2000))
+def tensors(number: int, size: int) -> Callable[[], nn.Module]:
+    return lambda: nn.ParameterList(torch.empty(size) for _ in range(number))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -47,9 +47,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": torchvision.models.resnet50,
     "vit_l_16": torchvision.models.vit_l_16,
     "transformer_1b": transformer_1b,
-    "small_tensors": small_tensors,
+    "small_tensors": tensors(2000, 1000),
+    "10k": tensors(1, 10_000),
+    "1m": tensors(1, 1_000_000),
+    "100m": tensors(100, 1_000_000),
 }
-CPU_MODELS = "resnet18,resnet50,small_tensors"  # the others need gigabytes and minutes
+GPU_MODELS = "resnet18,resnet50,vit_l_16,transformer_1b,small_tensors"
+CPU_MODELS = "10k,1m,resnet18,resnet50,100m,small_tensors"  # the others take gigabytes and minutes
 
 
 @dataclass
@@ -57,18 +61,20 @@ class Recipe:
     optimizer: Callable[..., torch.optim.Optimizer]
     scaler: type[torch.amp.GradScaler] = torch.amp.GradScaler
     weights: str = "fp32"  # or "Linear/Conv half", "all half"
-    master_bytes: int = 4  # of a half weight
+    half_state: int = 8  # bytes that an optimizer keeps of a half weight
 
 
+FUSED = functools.partial(torch.optim.SGD, fused=True)
 COMPACT = functools.partial(mixprec.SGD, store_param_remainders=True)
 RECIPES = {
     "torch foreach": Recipe(functools.partial(torch.optim.SGD, foreach=True)),
-    "torch fused": Recipe(functools.partial(torch.optim.SGD, fused=True)),
+    "torch fused": Recipe(FUSED),
     "mixprec fp32": Recipe(mixprec.SGD, mixprec.GradScaler),
     "mixprec half_weights": Recipe(mixprec.SGD, mixprec.GradScaler, "Linear/Conv half"),
     "mixprec all half": Recipe(mixprec.SGD, mixprec.GradScaler, "all half"),
-    "mixprec compact masters": Recipe(COMPACT, mixprec.GradScaler, "all half", master_bytes=2),
+    "mixprec compact masters": Recipe(COMPACT, mixprec.GradScaler, "all half", half_state=6),
 }
+TORCH_HALF = "torch fused half"  # without masters and fp32 momentum: less to move, less accurate
 OTHERS = {"apex": "apex.optimizers", "TE": "transformer_engine.pytorch.optimizers"}
 
 
@@ -107,10 +113,10 @@ def make_params(model: str, weights: str, half: torch.dtype, device: str) -> lis
     return params
 
 
-def floor_bytes(params: list[Tensor], master_bytes: int) -> int:
-    """Gradient twice, weight and momentum read and written; half weights: the master too."""
+def floor_bytes(params: list[Tensor], half_state: int) -> int:
+    """Gradient twice, weight and state read and written; an fp32 weight has 4 bytes of state."""
     return sum(
-        p.numel() * (4 * p.element_size() + 8 + (2 * master_bytes if p.element_size() == 2 else 0))
+        p.numel() * (4 * p.element_size() + 2 * (half_state if p.element_size() == 2 else 4))
         for p in params
     )
 
@@ -188,7 +194,7 @@ def measure(
     return {
         "parameters": sum(p.numel() for p in params),
         "tensors": len(params),
-        "floor_bytes": floor_bytes(params, recipe.master_bytes),
+        "floor_bytes": floor_bytes(params, recipe.half_state),
         "state_bytes": sum(t.nbytes for t in state if isinstance(t, Tensor)),
         "samples": samples,
     }
@@ -215,7 +221,10 @@ def table(title: str, rows: dict[str, dict]) -> Table:
     def median(kind: str, name: str, factor: float = 1e6) -> Callable[[dict], str]:
         return lambda row: f"{row[kind][name] * factor:,.0f}" if name in row[kind] else "-"
 
-    fused = rows.get("torch fused")
+    def against(name: str) -> Callable[[dict], str]:
+        other = rows.get(name)
+        return lambda row: f"{other['time_s'] / row['time_s']:.2f}x" if other else "-"
+
     columns: dict[str, Callable[[dict], str]] = {
         "wall\nus": median("plain", "wall_s"),
         "GPU\nus": median("plain", "gpu_s"),
@@ -223,9 +232,11 @@ def table(title: str, rows: dict[str, dict]) -> Table:
         "bytes a\nparameter": lambda row: f"{row['floor_bytes'] / row['parameters']:.1f}",
         "floor\nus": lambda row: f"{row['floor_s'] * 1e6:,.0f}",
         "time/\nfloor": lambda row: f"{row['time_over_floor']:.2f}",
-        "against\nfused": lambda row: f"{fused['time_s'] / row['time_s']:.2f}x" if fused else "-",
+        "against\nfused": against("torch fused"),
         "state\nMB": lambda row: f"{row['state_bytes'] / 1e6:,.0f}",
     }
+    if TORCH_HALF in rows:
+        columns["against\nfused half"] = against(TORCH_HALF)
     if all("clipped" in row for row in rows.values()):
         columns |= {
             "clipped:\nwall us": median("clipped", "wall_s"),
@@ -271,8 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    all_models = ",".join(MODELS)
-    parser.add_argument("--models", help=f"default: {all_models}; on a CPU {CPU_MODELS}")
+    parser.add_argument("--models", help=f"default: {GPU_MODELS}; on a CPU {CPU_MODELS}")
     parser.add_argument("--recipes", help=f"default: all, of {', '.join(RECIPES)}")
     parser.add_argument("--clip", type=float, help="also with clipping of the norm to this")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
@@ -286,7 +296,9 @@ def main() -> None:
     args = parser.parse_args()
     on_cuda = args.device == "cuda"
     missing = add_other_recipes() if on_cuda else ""
-    models = (args.models or (all_models if on_cuda else CPU_MODELS)).split(",")
+    if not on_cuda:  # there half is bfloat16; float16 gradients torch refuses to unscale
+        RECIPES[TORCH_HALF] = Recipe(FUSED, weights="all half", half_state=2)
+    models = (args.models or (GPU_MODELS if on_cuda else CPU_MODELS)).split(",")
     recipes = args.recipes.split(",") if args.recipes else list(RECIPES)
     for names, known in ((models, MODELS), (recipes, RECIPES)):
         if unknown := set(names) - set(known):

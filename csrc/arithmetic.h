@@ -192,6 +192,9 @@ template <typename Half>
 MIXPREC_RULE float refined_weight_f32(float weight_f32, int16_t remainder) {
   const float origin = step_origin<Half>(weight_f32);
   const float beyond = bit_cast<float>(bit_cast<uint32_t>(origin) + remainder);
+  if constexpr (kIsBFloat16<Half>) {  // the same in few operations: beyond zero lies a NaN
+    return is_finite(weight_f32) && is_finite(beyond) ? beyond : weight_f32;
+  }
   const float master = weight_f32 + (beyond - origin);
   const float rounded = static_cast<float>(weight_of_remainder<Half>(master));
   return bit_cast<uint32_t>(rounded) == bit_cast<uint32_t>(weight_f32) ? master : weight_f32;
@@ -200,7 +203,13 @@ MIXPREC_RULE float refined_weight_f32(float weight_f32, int16_t remainder) {
 template <typename Half>
 MIXPREC_RULE Half keep_master(float updated, int16_t& remainder) {
   const Half weight = weight_of_remainder<Half>(updated);
-  remainder = remainder_of<Half>(updated, static_cast<float>(weight));
+  const float weight_f32 = static_cast<float>(weight);
+  if constexpr (kIsBFloat16<Half>) {  // the same in few operations: the master's low half
+    const auto low = static_cast<int16_t>(bit_cast<uint32_t>(updated));
+    remainder = is_finite(weight_f32) ? low : 0;
+  } else {
+    remainder = remainder_of<Half>(updated, weight_f32);
+  }
   return weight;
 }
 

@@ -18,6 +18,7 @@ BYTES = {  # a parameter of ResNet-18, of whose 11,181,642 all but 9,600 are in 
     "mixprec half_weights": 24,
     "mixprec all half": 24,
     "mixprec compact masters": 20,
+    "torch fused half": 12,
 }
 
 
@@ -43,6 +44,7 @@ def test_one_run(tmp_path):
     assert state["mixprec half_weights"] == 8 * parameters - 4 * 9600  # norms have no master
     assert state["mixprec all half"] == 8 * parameters
     assert state["mixprec compact masters"] == 6 * parameters
+    assert state["torch fused half"] == 2 * parameters
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -8,51 +8,49 @@
 namespace mixprec::cpu {
 namespace {
 
-constexpr int kLanes = 16;  // independent partial results, for the vectoriser
+constexpr int kLanes = 16;  // independent partial sums, for the vectoriser
 
 struct Partial {
   bool found_inf = false;
   double norm = 0;  // sum of squares, or maximum of magnitudes
 };
 
+// Loops of a form that gcc vectorises. Magnitudes order as their bits do, inf and NaN last.
 template <bool kUnscale, Norm kNorm, typename T, typename Math>
 MIXPREC_RULE Partial check_chunk_body(T* grad, int64_t size, Math inv_scale) {
-  // Integers and selects, not bool and branches: this is the form that gcc vectorises.
-  int bad[kLanes] = {};
-  Math norm[kLanes] = {};
-  const auto check_one = [&](int lane, T& scaled) __attribute__((always_inline)) {
-    Math value = static_cast<Math>(scaled) * inv_scale;
+  using Bits = std::conditional_t<sizeof(Math) == sizeof(uint64_t), uint64_t, uint32_t>;
+  Bits largest = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    Math value = static_cast<Math>(grad[i]) * inv_scale;
     if (kUnscale) {
-      scaled = static_cast<T>(value);
-      value = static_cast<Math>(scaled);
+      grad[i] = static_cast<T>(value);
+      value = static_cast<Math>(grad[i]);
     }
-    bad[lane] |= is_finite(value) ? 0 : 1;
-    norm[lane] = combine<kNorm>(norm[lane], norm_term<kNorm>(value));
-  };
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) check_one(lane, grad[i + lane]);
+    largest = std::max(largest, bit_cast<Bits>(std::fabs(value)));
   }
-  for (; i < size; ++i) check_one(0, grad[i]);
-
-  Partial partial;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    partial.found_inf |= bad[lane] != 0;
-    partial.norm = combine<kNorm>(partial.norm, static_cast<double>(norm[lane]));
+  const Math magnitude = bit_cast<Math>(largest);
+  Partial partial{!is_finite(magnitude), kNorm == Norm::kInf ? magnitude : 0.0};
+  if (kNorm == Norm::kL2) {
+    Math lanes[kLanes] = {};
+    const auto add = [&](int lane, int64_t i) MIXPREC_INLINE {
+      lanes[lane] += norm_term<kNorm>(static_cast<Math>(grad[i]) * inv_scale);
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) add(lane, i + lane);
+    }
+    for (; i < size; ++i) add(0, i);
+    for (const Math lane : lanes) partial.norm += static_cast<double>(lane);
   }
   return partial;
-}
-
-template <bool kUnscale, Norm kNorm, typename T, typename Math>
-MIXPREC_AVX2 Partial check_chunk_avx2(T* grad, int64_t size, Math inv_scale) {
-  return check_chunk_body<kUnscale, kNorm>(grad, size, inv_scale);
 }
 
 template <bool kUnscale, Norm kNorm, typename T>
 Partial check_chunk(T* grad, int64_t size, float inv_scale) {
   const at::opmath_type<T> inv_scale_math = inv_scale;
-  return use_avx2() ? check_chunk_avx2<kUnscale, kNorm>(grad, size, inv_scale_math)
-                    : check_chunk_body<kUnscale, kNorm>(grad, size, inv_scale_math);
+  return vectorised([=](auto) MIXPREC_INLINE {
+    return check_chunk_body<kUnscale, kNorm>(grad, size, inv_scale_math);
+  });
 }
 
 template <bool kUnscale, Norm kNorm>

@@ -5,6 +5,8 @@
 #include <ATen/Version.h>
 
 #include <algorithm>
+#include <string>
+#include <type_traits>
 #include <vector>
 
 namespace mixprec::cpu {
@@ -34,12 +36,24 @@ class Chunks {
   // Calls run(chunk, tensor, begin, end): elements [begin, end) of list entry `tensor`.
   template <typename Run>
   void for_each(Run run) const {
+    for_each_range([&](int64_t tensor, int64_t begin, int64_t end) {
+      for (; begin < end; begin += kChunkSize) {
+        const int64_t chunk = first_[tensor] + begin / kChunkSize;
+        run(chunk, tensor, begin, std::min(begin + kChunkSize, end));
+      }
+    });
+  }
+
+  // Calls run(tensor, begin, end) for as many of a tensor's chunks as a thread has in a row: one
+  // long walk through memory, which the prefetchers follow.
+  template <typename Run>
+  void for_each_range(Run run) const {
     at::parallel_for(0, size(), kChunksPerTask, [&](int64_t from, int64_t to) {
       auto tensor = std::upper_bound(first_.begin(), first_.end(), from) - first_.begin() - 1;
-      for (int64_t chunk = from; chunk < to; ++chunk) {
-        while (chunk >= first_[tensor + 1]) ++tensor;
-        const int64_t begin = (chunk - first_[tensor]) * kChunkSize;
-        run(chunk, tensor, begin, std::min(begin + kChunkSize, numels_[tensor]));
+      for (; from < to; from = first_[++tensor]) {
+        const int64_t first = first_[tensor], last = std::min(to, first_[tensor + 1]);
+        const int64_t begin = (from - first) * kChunkSize, end = (last - first) * kChunkSize;
+        if (begin < end) run(tensor, begin, std::min(end, numels_[tensor]));
       }
     });
   }
@@ -49,20 +63,32 @@ class Chunks {
   std::vector<int64_t> numels_;
 };
 
-// A function marked MIXPREC_AVX2 is compiled for AVX2 with FMA, whatever the file's flags, and
-// called where torch itself runs its AVX2 or AVX-512 kernels (ATEN_CPU_CAPABILITY can lower that).
-// Both round alike: the rules are element-wise.
+// Calls run(std::bool_constant<kFused>), compiled for the instruction set that torch's own kernels
+// use on this machine (ATEN_CPU_CAPABILITY can lower that), whatever the file's flags. `run` has to
+// be inlined: MIXPREC_INLINE. All sets round alike but for kFused: the rules are element-wise.
+#define MIXPREC_INLINE __attribute__((always_inline))
 #if defined(__x86_64__)
-#define MIXPREC_AVX2 __attribute__((target("avx2,fma,f16c")))
-constexpr bool kDefaultIsFused = false;
-inline bool use_avx2() {
-  static const bool use = at::get_cpu_capability().find("AVX") == 0;
-  return use;
+template <typename Run>
+__attribute__((target("avx2,fma,f16c"))) auto run_avx2(Run run) {
+  return run(std::true_type{});
+}
+
+template <typename Run>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))) auto run_avx512(Run run) {
+  return run(std::true_type{});
+}
+
+template <typename Run>
+auto vectorised(Run run) {
+  static const std::string capability = at::get_cpu_capability();
+  static const bool avx512 = capability == "AVX512", avx2 = capability.find("AVX") == 0;
+  return avx512 ? run_avx512(run) : avx2 ? run_avx2(run) : run(std::false_type{});
 }
 #else
-#define MIXPREC_AVX2
-constexpr bool kDefaultIsFused = true;  // Arm's vector fmadd, as torch uses it
-inline bool use_avx2() { return false; }
+template <typename Run>
+auto vectorised(Run run) {
+  return run(std::true_type{});  // Arm's vector fmadd, as torch uses it
+}
 #endif
 
 }  // namespace mixprec::cpu

@@ -13,7 +13,7 @@ namespace {
 
 // Param is float or double, its own master, or a half type with one.
 template <bool kFused, typename Math, typename Param, typename Grad, typename Master>
-MIXPREC_RULE void sgd_chunk_body(Param* __restrict param, const Grad* __restrict grad,
+MIXPREC_RULE void sgd_range_body(Param* __restrict param, const Grad* __restrict grad,
                                  Math* __restrict momentum_buffer, Master* __restrict master,
                                  int64_t size, GradFactors<Math> factors,
                                  SgdConstants<Math> constants) {
@@ -35,47 +35,34 @@ MIXPREC_RULE void sgd_chunk_body(Param* __restrict param, const Grad* __restrict
 // The loop again for each setting of the flags, which are constants in it: gcc vectorises only
 // then.
 template <bool kFused, typename Math, typename... Pointers>
-MIXPREC_RULE void sgd_chunk_flags(int64_t size, const GradFactors<Math>& factors,
+MIXPREC_RULE void sgd_range_flags(int64_t size, const GradFactors<Math>& factors,
                                   SgdConstants<Math> c, Pointers... pointers) {
-  const auto run = [&](bool momentum, bool nesterov, bool weight_decay)
-                       __attribute__((always_inline)) {
-                         c.has_momentum = momentum;
-                         c.nesterov = nesterov;
-                         c.has_weight_decay = weight_decay;
-                         sgd_chunk_body<kFused>(pointers..., size, factors, c);
-                       };
-  const auto run_momentum = [&](bool momentum, bool nesterov) __attribute__((always_inline)) {
+  const auto run = [&](bool momentum, bool nesterov, bool weight_decay) MIXPREC_INLINE {
+    c.has_momentum = momentum;
+    c.nesterov = nesterov;
+    c.has_weight_decay = weight_decay;
+    sgd_range_body<kFused>(pointers..., size, factors, c);
+  };
+  const auto run_momentum = [&](bool momentum, bool nesterov) MIXPREC_INLINE {
     c.has_weight_decay ? run(momentum, nesterov, true) : run(momentum, nesterov, false);
   };
   if (!c.has_momentum) return run_momentum(false, false);
   c.nesterov ? run_momentum(true, true) : run_momentum(true, false);
 }
 
-template <typename Math, typename... Pointers>
-MIXPREC_AVX2 void sgd_chunk_avx2(int64_t size, GradFactors<Math> factors,
-                                 SgdConstants<Math> constants, Pointers... pointers) {
-  sgd_chunk_flags<true>(size, factors, constants, pointers...);
-}
-
-template <typename Math, typename... Pointers>
-void sgd_chunk(int64_t size, GradFactors<Math> factors, SgdConstants<Math> constants,
-               Pointers... pointers) {
-  if (use_avx2()) {
-    sgd_chunk_avx2(size, factors, constants, pointers...);
-  } else {
-    sgd_chunk_flags<kDefaultIsFused>(size, factors, constants, pointers...);
-  }
-}
-
 template <typename Math, typename Param, typename Grad, typename Master = float>
 void step(const SgdData& data, int64_t begin, int64_t end, GradFactors<float> factors,
           const SgdHyperparameters& parameters) {
   const auto from = [begin](auto* address) { return address ? address + begin : nullptr; };
-  sgd_chunk<Math>(end - begin, {factors.inv_scale, factors.clip}, parameters.rounded<Math>(),
-                  from(static_cast<Param*>(data.param.address)),
-                  from(static_cast<const Grad*>(data.grad.address)),
-                  from(static_cast<Math*>(data.momentum_buffer)),
-                  from(static_cast<Master*>(data.master.address)));
+  const auto param = from(static_cast<Param*>(data.param.address));
+  const auto grad = from(static_cast<const Grad*>(data.grad.address));
+  const auto momentum_buffer = from(static_cast<Math*>(data.momentum_buffer));
+  const auto master = from(static_cast<Master*>(data.master.address));
+  const GradFactors<Math> f{factors.inv_scale, factors.clip};
+  const SgdConstants<Math> constants = parameters.rounded<Math>();
+  vectorised([=](auto fused) MIXPREC_INLINE {
+    sgd_range_flags<fused.value>(end - begin, f, constants, param, grad, momentum_buffer, master);
+  });
 }
 
 template <typename Half, typename Master>
@@ -95,7 +82,7 @@ void sgd_step(const std::vector<SgdData>& params, const SgdHyperparameters& para
   if (scalars.found_inf && *scalars.found_inf != 0) return;
   const GradFactors<float> factors = scalars.grad_factors();
   const Chunks chunks(params, [](const SgdData& data) { return data.param.numel; });
-  chunks.for_each([&](int64_t, int64_t index, int64_t begin, int64_t end) {
+  chunks.for_each_range([&](int64_t index, int64_t begin, int64_t end) {
     const SgdData& data = params[index];
     const bool remainder = data.master.dtype == c10::kShort;
     switch (data.param.dtype) {
