@@ -110,10 +110,9 @@ struct NewState {
 py::object placed_like(PyObject* param, const Tensor& tensor) {
   const auto object = py::reinterpret_borrow<py::object>(param);
   if (local(THPVariable_Unpack(param)).is_same(THPVariable_Unpack(param))) return py::cast(tensor);
-  return object.attr("from_local")(tensor, object.attr("device_mesh"), object.attr("placements"),
-                                   py::arg("run_check") = false,
-                                   py::arg("shape") = object.attr("shape"),
-                                   py::arg("stride") = object.attr("stride")());
+  return object.attr("from_local")(
+      tensor, object.attr("device_mesh"), object.attr("placements"), py::arg("run_check") = false,
+      py::arg("shape") = object.attr("shape"), py::arg("stride") = object.attr("stride")());
 }
 
 // The same, made by `create` where there is none, and brought to the parameter's device, order in
