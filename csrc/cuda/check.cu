@@ -43,9 +43,9 @@ __device__ T reduce_block(T x, T* shared) {
 }
 
 template <bool kFull, bool kUnscale, Norm kNorm, typename Grad>
-__device__ void check_chunk(void* address, const Chunk& chunk, const float* grad_scale, bool& bad,
+__device__ void check_chunk(Grad* grad, const Chunk& chunk, const float* grad_scale, bool& bad,
                             float& norm) {
-  Grad* grad = static_cast<Grad*>(address) + chunk.begin;
+  grad += chunk.begin;
   float grads[kVecsPerThread][kVecSize];
 #pragma unroll
   for (int v = 0; v < kVecsPerThread; ++v) {
@@ -89,40 +89,22 @@ template <bool kUnscale, Norm kNorm, typename List>
 __global__ void __launch_bounds__(kThreads)
     check_kernel(const __grid_constant__ List list, const Arguments a) {
   const Chunk chunk = list.find(blockIdx.x);
-  void* address = list.addresses[chunk.entry][0];
   const bool full = list.aligned[chunk.entry] && chunk.valid_items == kChunkSize;
   bool bad = false;
   float norm = 0;
-#define CHECK(GRAD)                                                                        \
-  full ? check_chunk<true, kUnscale, kNorm, GRAD>(address, chunk, a.grad_scale, bad, norm) \
-       : check_chunk<false, kUnscale, kNorm, GRAD>(address, chunk, a.grad_scale, bad, norm)
-  switch (static_cast<c10::ScalarType>(list.dtypes[chunk.entry])) {
-    case c10::kHalf:
-      CHECK(c10::Half);
-      break;
-    case c10::kBFloat16:
-      CHECK(c10::BFloat16);
-      break;
-    default:
-      CHECK(float);
-      break;
-  }
-#undef CHECK
+  dispatch_grad(list.addresses[chunk.entry][0], list.dtypes[chunk.entry], [&](auto* grad) {
+    full ? check_chunk<true, kUnscale, kNorm>(grad, chunk, a.grad_scale, bad, norm)
+         : check_chunk<false, kUnscale, kNorm>(grad, chunk, a.grad_scale, bad, norm);
+  });
 
   __shared__ float shared[kWarps];
-  __shared__ bool is_last;
   bad = __syncthreads_or(bad);
   if constexpr (kNorm != Norm::kNone) norm = reduce_block<kNorm>(norm, shared);
   if (threadIdx.x == 0) {
     if constexpr (kNorm != Norm::kNone) a.partials[a.chunks_before + blockIdx.x] = norm;
     if (bad) atomicExch(&a.workspace->found_inf, 1);
-    __threadfence();
-    // Wraps to 0 by itself at the last block, so the next check finds it clean.
-    is_last = atomicInc(&a.workspace->blocks_done, a.total_chunks - 1) == a.total_chunks - 1;
-    __threadfence();
   }
-  __syncthreads();
-  if (is_last) finish<kNorm>(a);
+  if (is_last_block(&a.workspace->blocks_done, a.total_chunks)) finish<kNorm>(a);
 }
 
 template <bool kUnscale, Norm kNorm>

@@ -119,6 +119,32 @@ inline bool is_aligned(const Data& data) {
   return reinterpret_cast<uintptr_t>(data.address) % (kVecSize * c10::elementSize(data.dtype)) == 0;
 }
 
+// Calls run with the gradient's address as a pointer of its type.
+template <typename Run>
+__device__ __forceinline__ void dispatch_grad(void* grad, int dtype, Run run) {
+  switch (static_cast<c10::ScalarType>(dtype)) {
+    case c10::kHalf:
+      return run(static_cast<c10::Half*>(grad));
+    case c10::kBFloat16:
+      return run(static_cast<c10::BFloat16*>(grad));
+    default:
+      return run(static_cast<float*>(grad));
+  }
+}
+
+// Whether this block is the last of `blocks` that comes here. To it, what the others' first threads
+// wrote before is visible. The counter wraps to 0 at the last, so the next launch finds it clean.
+__device__ __forceinline__ bool is_last_block(unsigned int* blocks_done, uint32_t blocks) {
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicInc(blocks_done, blocks - 1) == blocks - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return is_last;
+}
+
 template <typename T>
 struct alignas(kVecSize * sizeof(T)) Vec {
   T items[kVecSize];

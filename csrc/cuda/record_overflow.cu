@@ -20,9 +20,9 @@ struct Arguments {
 };
 
 template <bool kFull, typename Grad>
-__device__ void count_chunk(const void* address, const Chunk& chunk, float inv_scale,
+__device__ void count_chunk(const Grad* grad, const Chunk& chunk, float inv_scale,
                             OverflowCounts<float>& counts) {
-  const Grad* grad = static_cast<const Grad*>(address) + chunk.begin;
+  grad += chunk.begin;
 #pragma unroll
   for (int v = 0; v < kVecsPerThread; ++v) {
     float grads[kVecSize];
@@ -62,27 +62,14 @@ __global__ void __launch_bounds__(kThreads)
   const float scale = a.grad_scale ? *a.grad_scale : 1.0f;
   const float inv_scale = a.unscaled ? 1.0f : inverse(scale);
   __shared__ OverflowCounts<unsigned> shared;  // largest: a float's bits
-  __shared__ bool is_last;
   for (uint32_t i = blockIdx.x; i < list.num_chunks; i += gridDim.x) {
     const Chunk chunk = list.find(i);
-    const void* address = list.addresses[chunk.entry][kGrad];
     const bool full = list.aligned[chunk.entry] && chunk.valid_items == kChunkSize;
     OverflowCounts<float> counts{};
-#define COUNT(GRAD)                                                 \
-  full ? count_chunk<true, GRAD>(address, chunk, inv_scale, counts) \
-       : count_chunk<false, GRAD>(address, chunk, inv_scale, counts)
-    switch (static_cast<c10::ScalarType>(list.dtypes[chunk.entry])) {
-      case c10::kHalf:
-        COUNT(c10::Half);
-        break;
-      case c10::kBFloat16:
-        COUNT(c10::BFloat16);
-        break;
-      default:
-        COUNT(float);
-        break;
-    }
-#undef COUNT
+    dispatch_grad(list.addresses[chunk.entry][kGrad], list.dtypes[chunk.entry], [&](auto* grad) {
+      full ? count_chunk<true>(grad, chunk, inv_scale, counts)
+           : count_chunk<false>(grad, chunk, inv_scale, counts);
+    });
     if (threadIdx.x == 0) shared = {};
     __syncthreads();
     if (counts.inf > 0) atomicAdd(&shared.inf, counts.inf);
@@ -97,14 +84,7 @@ __global__ void __launch_bounds__(kThreads)
       atomicMax(&now.largest, bit_cast<unsigned long long>(largest));
     }
   }
-  if (threadIdx.x == 0) {
-    __threadfence();
-    // Wraps to 0 by itself at the last block, so the next launch finds it clean.
-    is_last = atomicInc(&a.header->blocks_done, gridDim.x - 1) == gridDim.x - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (is_last) finish(list, a);
+  if (is_last_block(&a.header->blocks_done, gridDim.x)) finish(list, a);
 }
 
 }  // namespace
