@@ -170,17 +170,23 @@ def test_two_optimizers_and_added_groups(device):
     assert scaler.state_dict().keys() == mixprec.GradScaler(device).state_dict().keys()
 
 
-def test_an_optimizer_that_is_gone():
-    """Not on CUDA: compute-sanitizer keeps Python's frames, and they the optimizer."""
-    optimizers = [mixprec.SGD([(name, nn.Parameter(torch.ones(2)))], lr=0.1) for name in "ab"]
-    scaler = mixprec.GradScaler("cpu", record_overflow=True)
-    for optimizer in optimizers:
-        set_grads(optimizer, INF)
+@on_devices
+def test_an_optimizer_that_is_gone(device):
+    names = ("w", "v")
+    optimizers = [
+        mixprec.SGD([(name, nn.Parameter(torch.ones(2, device=device)))], lr=0.1) for name in names
+    ]
+    scaler = mixprec.GradScaler(device, record_overflow=True)
+    set_grads(optimizers[0], INF)
+    set_grads(optimizers[1], NAN)
     iteration(scaler, optimizers)
-    assert list(recorded(scaler.report_overflow())) == ["a", "b of optimizer 1"]
-    del optimizers[1], optimizer
+    assert recorded(scaler.report_overflow()) == {
+        "w": (2, 0, 0.0, 1, 1),
+        "v of optimizer 1": (0, 2, 0.0, 1, 1),
+    }
+    del optimizers[1]
     gc.collect()
-    assert list(recorded(scaler.report_overflow())) == ["a"]
+    assert recorded(scaler.report_overflow()) == {"w": (2, 0, 0.0, 1, 1)}
 
 
 def test_a_group_that_grows():

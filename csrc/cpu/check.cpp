@@ -17,7 +17,7 @@ struct Partial {
 
 // Loops of a form that gcc vectorises. Magnitudes order as their bits do, inf and NaN last.
 template <bool kUnscale, Norm kNorm, typename T, typename Math>
-MIXPREC_RULE Partial check_chunk_body(T* grad, int64_t size, Math inv_scale) {
+MIXPREC_RULE Partial check_chunk(T* grad, int64_t size, Math inv_scale) {
   using Bits = std::conditional_t<sizeof(Math) == sizeof(uint64_t), uint64_t, uint32_t>;
   Bits largest = 0;
   for (int64_t i = 0; i < size; ++i) {
@@ -45,14 +45,6 @@ MIXPREC_RULE Partial check_chunk_body(T* grad, int64_t size, Math inv_scale) {
   return partial;
 }
 
-template <bool kUnscale, Norm kNorm, typename T>
-Partial check_chunk(T* grad, int64_t size, float inv_scale) {
-  const at::opmath_type<T> inv_scale_math = inv_scale;
-  return vectorised([=](auto) MIXPREC_INLINE {
-    return check_chunk_body<kUnscale, kNorm>(grad, size, inv_scale_math);
-  });
-}
-
 template <bool kUnscale, Norm kNorm>
 void run(const CheckArguments& a) {
   const float inv_scale = a.grad_scale ? inverse(*a.grad_scale) : 1.0f;
@@ -61,8 +53,11 @@ void run(const CheckArguments& a) {
   chunks.for_each([&](int64_t chunk, int64_t index, int64_t begin, int64_t end) {
     const Data& grad = a.grads[index];
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.dtype, "check", [&] {
-      partials[chunk] = check_chunk<kUnscale, kNorm>(static_cast<scalar_t*>(grad.address) + begin,
-                                                     end - begin, inv_scale);
+      const auto address = static_cast<scalar_t*>(grad.address) + begin;
+      const auto factor = static_cast<at::opmath_type<scalar_t>>(inv_scale);
+      partials[chunk] = vectorised([=](auto) MIXPREC_INLINE {
+        return check_chunk<kUnscale, kNorm>(address, end - begin, factor);
+      });
     });
   });
 

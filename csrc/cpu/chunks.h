@@ -68,6 +68,18 @@ class Chunks {
 // be inlined: MIXPREC_INLINE. All sets round alike but for kFused: the rules are element-wise.
 #define MIXPREC_INLINE __attribute__((always_inline))
 #if defined(__x86_64__)
+enum class InstructionSet { kDefault, kAvx2, kAvx512 };
+
+inline InstructionSet instruction_set() {
+  static const InstructionSet set = [] {
+    const std::string capability = at::get_cpu_capability();
+    return capability == "AVX512"        ? InstructionSet::kAvx512
+           : capability.find("AVX") == 0 ? InstructionSet::kAvx2
+                                         : InstructionSet::kDefault;
+  }();
+  return set;
+}
+
 template <typename Run>
 __attribute__((target("avx2,fma,f16c"))) auto run_avx2(Run run) {
   return run(std::true_type{});
@@ -80,9 +92,14 @@ __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))) auto run_
 
 template <typename Run>
 auto vectorised(Run run) {
-  static const std::string capability = at::get_cpu_capability();
-  static const bool avx512 = capability == "AVX512", avx2 = capability.find("AVX") == 0;
-  return avx512 ? run_avx512(run) : avx2 ? run_avx2(run) : run(std::false_type{});
+  switch (instruction_set()) {
+    case InstructionSet::kAvx512:
+      return run_avx512(run);
+    case InstructionSet::kAvx2:
+      return run_avx2(run);
+    default:
+      return run(std::false_type{});
+  }
 }
 #else
 template <typename Run>
